@@ -18,8 +18,9 @@ from torch import Tensor
 
 from benchmarks.result_file import write_result
 from quire.kernels import reference
-from quire.kernels.contract import DTYPES, History, LogitEdits, Masks, SamplingMetadata
+from quire.kernels.contract import DTYPES
 from quire.kernels.cpu import _C, sampling
+from quire.kernels.sampling_contract import History, LogitEdits, Masks, SamplingMetadata
 
 SECONDS = 0.5  # per implementation and case, after a first run
 FLAT, PEAKED = 1.0, 3.5  # standard deviations of logits

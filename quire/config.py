@@ -12,9 +12,11 @@ import msgspec
 from msgspec import Meta
 
 from quire.core.kv_groups import KVGroup
+from quire.core.states import StateGroup
 from quire.errors import ConfigError, known_arguments_only, nearest
 
 DType = Literal["auto", "float32", "float16", "bfloat16", "float", "half"]
+StateDType = Literal["float32", "bfloat16"]
 KVDType = Literal["auto", "float32", "float16", "bfloat16", "float", "half", "fp8", "fp8_e4m3", "int8", "int4"]
 ModelImpl = Literal["auto", "quire", "transformers"]
 # layouts of quantized checkpoints
@@ -53,6 +55,8 @@ class CacheConfig:
     prefix_index: PrefixIndexKind = "none"
     public_prefixes: tuple[tuple[int, ...], ...] = ()  # tokens whose KV every tenant may read
     eviction: Eviction = "lru"
+    states: StateGroup | None = None  # of a model with recurrent states; its blocks hold no tokens
+    turn_ends: frozenset[int] = frozenset()  # tokens that end a turn: snapshots of states stand behind them
 
     def __post_init__(self) -> None:
         if self.block_size < 1:
@@ -69,6 +73,8 @@ class CacheConfig:
         for group in self.groups:
             if group.num_blocks < 1:
                 raise ConfigError("a KV group needs at least one block; give it more memory")
+        if self.states is not None and self.states.num_blocks < 1:
+            raise ConfigError("recurrent states need at least one block; give them more memory")
 
     def __str__(self) -> str:
         blocks = " and ".join(str(group.num_blocks) for group in self.groups)
@@ -87,6 +93,11 @@ class CacheConfig:
     def first_attended_block(self, group: int, position: int) -> int:
         """Index of the first block that a query at `position` attends to."""
         return self.groups[group].kind.first_attended(position) // self.block_size
+
+    @property
+    def pools(self) -> tuple[KVGroup | StateGroup, ...]:
+        """The KV groups, and the state blocks if there are any, in the order of `Move.group`."""
+        return self.groups if self.states is None else (*self.groups, self.states)
 
     @property
     def shares_partial_blocks(self) -> bool:
@@ -225,6 +236,10 @@ class EngineOptions:
             group="KV cache",
         ),
     ] = "auto"
+    state_dtype: Annotated[
+        StateDType,
+        Help("type of recurrent states; bfloat16: half the memory, less exact", "beta", group="KV cache", rare=True),
+    ] = "float32"
     quantization: Annotated[
         Quantization | None,
         Help(

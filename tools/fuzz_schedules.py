@@ -36,6 +36,7 @@ from quire.core.kv_groups import KVGroup, kv_kind
 from quire.core.output import Output
 from quire.core.request import Beams, KnownOutput, Namespace, Request
 from quire.core.scheduling_params import Program, Retention, SchedulingParams
+from quire.core.states import StateGroup, StateKind
 from quire.core.step import Move, Pooling
 from quire.engine.engine import Engine
 from quire.errors import RequestError
@@ -139,7 +140,16 @@ def random_schedule(seed: int) -> Schedule:
         if schedule["config"]["policy"] == "fair" and draw.random() < 0.2:
             schedule["events"].append(["served_elsewhere", draw.choice(TENANTS), draw.choice([1, 50, 2000])])
         schedule["events"].append(["step", draw.randint(0, 4)])
+    _add_states(draw, schedule)
     return schedule
+
+
+def _add_states(draw: random.Random, schedule: Schedule) -> None:
+    """Let the model of some schedules have recurrent states."""
+    if draw.random() < 0.4:
+        num_rows = schedule["config"]["max_num_seqs"]
+        schedule["cache"]["num_states"] = num_rows + draw.choice([-1, 0, 1, 8])
+        schedule["cache"]["turn_ends"] = draw.choice([[], [5], [5, 6, 7]])
 
 
 def _random_request(draw: random.Random, number: int, schedule: Schedule) -> dict[str, Any]:
@@ -212,6 +222,7 @@ class Run:
         self._num_failures = self._num_steps = 0
         self._has_preempted = False  # the journal does not record such preemptions
         self._windows = tuple(schedule["cache"]["windows"])
+        self._has_states = bool(schedule["cache"].get("num_states"))  # saved schedules may have none
         speculation = tuple(schedule["config"].get("speculation", ()))
         config = SchedulerConfig(**schedule["config"] | {"speculation": speculation})
         cache = self._cache_config()
@@ -270,7 +281,14 @@ class Run:
         sizes = ("float32", cache["num_blocks"], 64 * cache["block_size"], cache["num_host_blocks"])
         groups = tuple(KVGroup((0,), kv_kind(1, 8, window), *sizes) for window in self._windows)
         public = (tuple(range(1, 1 + cache["num_public"])),) if cache["num_public"] else ()
-        return CacheConfig(cache["block_size"], groups, cache["index"], public, cache["eviction"])
+        states = None
+        if num_states := cache.get("num_states", 0):
+            num_host = num_states if cache["num_host_blocks"] else 0
+            kind = StateKind("delta", 1, 4, 2, 1, 4)
+            num_pending = 1 + self._schedule["config"]["num_speculative_tokens"]
+            states = StateGroup(1, kind, "float32", num_states, num_pending, 64, num_host)
+        turn_ends = frozenset(cache.get("turn_ends", ()))
+        return CacheConfig(cache["block_size"], groups, cache["index"], public, cache["eviction"], states, turn_ends)
 
     def _clock(self) -> float:
         self._now += self._draw.random() * 1e-3
@@ -400,8 +418,8 @@ class Run:
         prompt = prompt_of(one)
         most = min(one["max_tokens"], self._schedule["config"]["max_model_len"] - len(prompt))
         if "constrained" in one:
-            return expected_output(prompt, self._constraints, most)[0]
-        tokens = script(prompt, most, VOCAB_SIZE, self._windows)
+            return expected_output(prompt, self._constraints, most, has_states=self._has_states)[0]
+        tokens = script(prompt, most, VOCAB_SIZE, self._windows, has_states=self._has_states)
         stops = _stop_ids(one)
         for count, token in enumerate(tokens, 1):
             if token in stops and count > one.get("min_tokens", 0):

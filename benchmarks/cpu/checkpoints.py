@@ -1,6 +1,7 @@
 """Checkpoints with random weights in Hugging Face layout. Speed depends on their shapes only."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from transformers import (
     MixtralConfig,
     PretrainedConfig,
     Qwen2Config,
+    Qwen3_5TextConfig,
     Qwen3Config,
     SmolLM3Config,
 )
@@ -155,6 +157,40 @@ def _gemma4_small() -> PretrainedConfig:
     )
 
 
+def _hybrid(hidden: int, num_layers: int, num_heads: int, head_dim: int) -> PretrainedConfig:
+    """Qwen 3.5 with attention in every fourth layer, and `num_heads` recurrent states of each other layer."""
+    return Qwen3_5TextConfig(
+        hidden_size=hidden,
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_heads // 2,
+        num_key_value_heads=2,
+        head_dim=2 * head_dim,
+        intermediate_size=3 * hidden,
+        linear_num_key_heads=num_heads,
+        linear_num_value_heads=num_heads,
+        linear_key_head_dim=head_dim,
+        linear_value_head_dim=head_dim,
+        rms_norm_eps=1e-6,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+        **_COMMON,
+    )
+
+
+def _attention_of_hybrid(hidden: int, num_layers: int, num_heads: int, head_dim: int) -> PretrainedConfig:
+    """Attention in all layers, and MLPs of such a size that it has as many weights as `_hybrid`."""
+    return Qwen3Config(
+        hidden_size=hidden,
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_heads,
+        num_key_value_heads=2,
+        head_dim=head_dim,
+        intermediate_size=4 * hidden + hidden // 2,
+        rms_norm_eps=1e-6,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        **_COMMON,
+    )
+
+
 def _tiny() -> PretrainedConfig:
     """A shape for trying every part. Its figures have no meaning."""
     return LlamaConfig(
@@ -178,7 +214,11 @@ SHAPES = {
     "smollm3-0.5b": _smollm3_half,
     "glm4-moe-small": _glm4_moe_small,
     "gemma4-small": _gemma4_small,
+    "hybrid-0.5b": partial(_hybrid, 1024, 24, 16, 128),  # 18 layers with 16 states of 128 x 128 each
+    "attention-of-hybrid-0.5b": partial(_attention_of_hybrid, 1024, 24, 16, 128),
     "tiny": _tiny,
+    "hybrid-tiny": partial(_hybrid, 64, 4, 4, 16),
+    "attention-of-hybrid-tiny": partial(_attention_of_hybrid, 64, 4, 4, 16),
 }
 
 

@@ -12,6 +12,7 @@ from quire.config import CacheConfig, EngineOptions, PrefixIndexKind, SchedulerC
 from quire.core.kv_groups import KVGroup, kv_kind
 from quire.core.request import Beams, Request
 from quire.core.runner import Runner
+from quire.core.states import StateGroup
 from quire.core.step import Step
 from quire.engine.engine import Engine
 from quire.params import SamplingParams
@@ -66,18 +67,26 @@ def num_held(cache: KVCache) -> tuple[int, int]:
     return sum(map(len, tables)), len({block for blocks in tables for block in blocks})
 
 
-def cache_config(prefix_index: PrefixIndexKind, num_blocks: int, bytes_per_block: int = 1) -> CacheConfig:
+def cache_config(
+    prefix_index: PrefixIndexKind, num_blocks: int, bytes_per_block: int = 1, states: StateGroup | None = None
+) -> CacheConfig:
     """One KV group with blocks of 16 tokens."""
     group = KVGroup((0,), kv_kind(1, 64), "bfloat16", num_blocks, bytes_per_block)
-    return CacheConfig(BLOCK_SIZE, (group,), prefix_index)
+    return CacheConfig(BLOCK_SIZE, (group,), prefix_index, states=states)
 
 
 def scripted(
-    prefix_index: PrefixIndexKind, *, num_blocks: int = 20_000, max_num_seqs: int = 96, max_model_len: int = 2048
+    prefix_index: PrefixIndexKind,
+    *,
+    num_blocks: int = 20_000,
+    max_num_seqs: int = 96,
+    max_model_len: int = 2048,
+    max_num_batched_tokens: int = 16384,
+    states: StateGroup | None = None,
 ) -> Rig:
-    """An engine over the scripted runner. The token budget is 16384, so that prompts are not chunked."""
-    config = cache_config(prefix_index, num_blocks)
-    limits = SchedulerConfig(max_num_seqs, 16384, max_model_len, 1e9, 0.01, 1)
+    """An engine over the scripted runner. With this token budget prompts are not chunked."""
+    config = cache_config(prefix_index, num_blocks, states=states)
+    limits = SchedulerConfig(max_num_seqs, max_num_batched_tokens, max_model_len, 1e9, 0.01, 1)
     runner = ScriptedRunner(config, max_num_seqs=max_num_seqs, max_model_len=max_model_len)
     return _rig(limits, config, runner, vocab_size=1000, clock=lambda: 0.0)
 

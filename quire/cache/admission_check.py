@@ -20,6 +20,8 @@ class Admission(NamedTuple):
     miss: Miss | None  # why the prefix match ended; None if the host pool had more tokens than the index
     num_swapped_tokens: int = 0  # of `num_tokens`, those that are copied from the host pool
     num_swapped_bytes: int = 0
+    num_kv_tokens: int = 0  # leading tokens whose keys and values matched, before the match was cut at a snapshot
+    state_position: int | None = None  # of the snapshot of recurrent states that it starts from; None without one
 
     @property
     def is_swapping_in(self) -> bool:
@@ -51,8 +53,11 @@ def fitting_match(
         return None
     num_tokens = len(match.blocks[0]) * config.block_size
     less = match._replace(num_tokens=num_tokens, partial=())
-    if any(ABSENT in blocks[config.first_attended_block(g, num_tokens) :] for g, blocks in enumerate(match.blocks)):
-        less = NO_MATCH._replace(num_public=match.num_public)  # the next query would attend to absent blocks
+    lacks_window = any(
+        ABSENT in blocks[config.first_attended_block(g, num_tokens) :] for g, blocks in enumerate(match.blocks)
+    )
+    if lacks_window or config.states is not None:  # the next query would attend to absent blocks, or lack its state
+        less = NO_MATCH._replace(num_public=match.num_public)
     return less if _has_blocks_for_match(config, pools, less, limits) else None
 
 

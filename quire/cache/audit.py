@@ -8,18 +8,25 @@ from quire.cache.block_table import ABSENT, BlockTable
 from quire.cache.copies import PendingMoves
 from quire.cache.in_flight import InFlight
 from quire.cache.prefix.index import PrefixIndex
+from quire.cache.states import StateBlocks
 
 
 class RefCountAudit:
     """Counts the owners of all blocks from scratch and compares them with the pools."""
 
     def __init__(
-        self, pools: Sequence[BlockPool], tables: Mapping[int, BlockTable], in_flight: InFlight, copies: PendingMoves
+        self,
+        pools: Sequence[BlockPool],
+        tables: Mapping[int, BlockTable],
+        in_flight: InFlight,
+        copies: PendingMoves,
+        states: StateBlocks | None,
     ) -> None:
         self._pools = pools
         self._tables = tables
         self._in_flight = in_flight
         self._copies = copies
+        self._states = states
 
     def index_errors(self, index: PrefixIndex) -> list[str]:
         """Errors of the index itself. An index that raises an exception when it is read has one error."""
@@ -34,16 +41,28 @@ class RefCountAudit:
 
     def check(self, index: PrefixIndex) -> list[str]:
         """Errors of the index or, if it has none, of the reference counts. Empty if there are none."""
-        return self.index_errors(index) or [
+        wrong = self.index_errors(index) or [
             f"group {group}: {wrong}"
             for group, (pool, owners) in enumerate(zip(self._pools, self._owners(index), strict=True))
             for wrong in pool.check(owners, index.owners(group))
         ]
+        if self._states is not None:
+            errors = self._states.pool.check(self._state_owners(self._states), set(self._states.snapshot_blocks))
+            wrong += [f"states: {error}" for error in errors]
+        return wrong
 
     def repair(self, index: PrefixIndex) -> None:
         """Set the reference counts to the number of owners."""
         for group, (pool, owners) in enumerate(zip(self._pools, self._owners(index), strict=True)):
             pool.repair(owners, index.owners(group))
+        if self._states is not None:
+            self._states.pool.repair(self._state_owners(self._states), set(self._states.snapshot_blocks))
+
+    def _state_owners(self, states: StateBlocks) -> Counter[int]:
+        owners = states.owners(self._tables.values())
+        owners.update(self._in_flight.retired(len(self._pools)))
+        owners.update(self._copies.held_refs(len(self._pools)))
+        return owners
 
     def _owners(self, index: PrefixIndex) -> Iterator[Counter[int]]:
         for group in range(len(self._pools)):

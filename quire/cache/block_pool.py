@@ -17,7 +17,7 @@ class BlockPool:
     Invariant: a block is on the stack exactly if its reference count is 0.
     """
 
-    __slots__ = ("_free", "_indexed", "_refs", "num_blocks", "num_idle")
+    __slots__ = ("_free", "_indexed", "_refs", "left_index", "num_blocks", "num_idle")
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
@@ -25,6 +25,11 @@ class BlockPool:
         self._free = list(range(num_blocks))
         self._refs = [0] * num_blocks
         self._indexed = bytearray(num_blocks)
+        self.left_index: list[int] | None = None  # see `watch_index`
+
+    def watch_index(self) -> None:
+        """Collect the blocks that leave the index in `left_index`, which the caller clears."""
+        self.left_index = []
 
     @property
     def num_free(self) -> int:
@@ -116,6 +121,8 @@ class BlockPool:
             raise ValueError(f"block {block} is not in the index")
         self.num_idle -= self._refs[block] == 1
         self._indexed[block] = 0
+        if self.left_index is not None:
+            self.left_index.append(block)
         self.decr_ref(block)
 
     def check(self, owners: Counter[int], indexed: Collection[int] = ()) -> list[str]:

@@ -1,6 +1,7 @@
 """The block table of one sequence."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from msgspec import structs
 
@@ -11,6 +12,39 @@ from quire.core.scheduling_params import Retention
 ABSENT = -1  # instead of a block that lies wholly before the window of its group
 
 _NAMESPACE = Namespace()
+
+
+@dataclass(slots=True, eq=False)
+class Snapshot:
+    """A state that sequences may start from, behind any position from `settled` to that of its last input."""
+
+    block: int
+    settled: int
+    rest: tuple[int, ...]  # tokens behind the anchor's, up to the last input of the block
+    seconds: float  # that it saves
+    base: int  # position that a sequence would start from without it
+    step: int  # that writes it
+    anchor: int = ABSENT  # block of group 0 in the prefix index with the last whole block before `settled`
+    uses: int = 1
+    value: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class LiveState:
+    """The live state block of a table: see StateBlocks, which changes it.
+
+    The block stands behind position `settled`, once the steps launched so far are over, and has the inputs of positions
+    up to `stop`. `last_step` is the last step that writes it, or that wrote the snapshot of which it is a copy.
+    """
+
+    block: int
+    settled: int = 0
+    stop: int = 0
+    last_step: int = -1
+    wanted: tuple[int, ...] = ()  # positions, ascending, behind which the sequence is to leave snapshots
+    last_snapshot: int = 0  # position of the snapshot behind which it computes
+    begun: Snapshot | None = None  # from which it has started
+    unindexed: list[Snapshot] = field(default_factory=list)  # whose prefix the index lacks yet
 
 
 class IndexHandle:
@@ -41,7 +75,8 @@ class BlockTable:
     and no other table sees the write. A fork lowers `capacity` to the first unwritten position of a shared, partly
     filled block, so that the next write there goes through `grow`. `firsts` is, per group, the index of the first block
     that is not ABSENT. The first `num_matched` blocks are from the prefix match. The first `num_launched` positions
-    were written before the step that is being planned, so this step can copy them.
+    were written before the step that is being planned, so this step can copy them. `state` is its live block of
+    recurrent states, of models that have some.
     """
 
     __slots__ = (
@@ -53,6 +88,7 @@ class BlockTable:
         "num_launched",
         "num_matched",
         "retention",
+        "state",
         "tokens",
     )
 
@@ -73,6 +109,13 @@ class BlockTable:
         self.num_matched = 0
         self.num_launched = 0
         self.cursor = IndexCursor()
+        self.state: LiveState | None = None
+
+    def has_block(self, group: int, block: int) -> bool:
+        """Whether it has a block; group: that of a Move, which is behind the KV groups for the block of its state."""
+        if group == len(self.blocks):
+            return self.state is not None and self.state.block == block
+        return block in self.blocks[group]
 
     def __len__(self) -> int:
         """Blocks of the longest list, absent ones included."""
@@ -100,6 +143,10 @@ class BlockTable:
         for ours, some in zip(self.blocks, blocks, strict=True):
             ours += some
         self.capacity = max(self.capacity, min(map(len, self.blocks)) * block_size)
+
+    def limit_capacity(self, position: int) -> None:
+        """Let the next write behind `position` go through `grow`, because another table has the same state block."""
+        self.capacity = min(self.capacity, position)
 
     def trim(self, group: int, stop: int) -> list[int]:
         """Make the blocks of a group before table index `stop` absent. Returns them."""

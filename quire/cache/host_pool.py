@@ -27,6 +27,7 @@ class SwapRecord:
 
     blocks: tuple[list[int], ...]  # per group, by table index; ABSENT before the window of the next query
     num_tokens: int
+    settled: int = 0  # position that its state stands behind; its block is that of the last group
     step: int | None = None  # the step that writes them; None while it is being planned
     moves: set[int] = field(default_factory=set)  # Moves in flight that write them
 
@@ -39,7 +40,7 @@ class HostPool:
     """Records of swapped sequences, and the pools of host blocks."""
 
     def __init__(self, config: CacheConfig) -> None:
-        self.pools = Pools(BlockPool(group.num_host_blocks) for group in config.groups)
+        self.pools = Pools(BlockPool(group.num_host_blocks) for group in config.pools)
         self.num_blocks_out = 0  # copied to the host since the start
         self.num_blocks_in = 0  # copied from the host since the start
         self.records: dict[int, SwapRecord] = {}  # by sequence id; read-only for other classes

@@ -39,6 +39,10 @@ class InFlight:
         """Whether no step and no Move from the host is in flight."""
         return not (self._written or self._arriving)
 
+    def has_step(self, step_id: int) -> bool:
+        """Whether a step is in flight."""
+        return step_id in self._written
+
     @property
     def unwritten(self) -> set[int]:
         """The indexed blocks of group 0 that the planned step and those in flight write."""
@@ -75,9 +79,12 @@ class InFlight:
 
     def is_arriving(self, table: BlockTable) -> bool:
         """Whether a Move in flight writes a block of a table."""
-        return bool(self._arriving) and any(
-            (group, block) in self._arriving for group, blocks in enumerate(table.blocks) for block in blocks
-        )
+        if not self._arriving:
+            return False
+        state = table.state
+        if state is not None and (len(table.blocks), state.block) in self._arriving:
+            return True
+        return any((group, block) in self._arriving for group, blocks in enumerate(table.blocks) for block in blocks)
 
     def end_moves(self, moves: Iterable[Move]) -> None:
         """Moves to or from the host are over."""

@@ -7,6 +7,9 @@ Owners of a block, always by reference count:
   a pin         from `release` until the pin ends, see RetentionMarks
   a copy        for its two blocks, from `admit`, `grow` or `branch` until a step with the Move has succeeded
 
+Blocks of recurrent states belong to StateBlocks, which is None for models that have none. Their Moves have the number
+of KV groups as their group.
+
 Blocks of the host pool have other owners: see HostPool. No bytes are copied here: a copy is a Move in the next Step.
 """
 
@@ -16,23 +19,22 @@ from types import MappingProxyType
 from quire.cache.admission_check import Admission, AdmissionLimits, fitting_match, has_available_blocks
 from quire.cache.audit import RefCountAudit, count_shared_blocks
 from quire.cache.block_pool import BlockPool, Pools
-from quire.cache.block_table import BlockTable
+from quire.cache.block_table import BlockTable, Snapshot
 from quire.cache.copies import PendingMoves
+from quire.cache.evictor import Evictor
 from quire.cache.host_pool import HostPool, SwapRecord
 from quire.cache.in_flight import InFlight
 from quire.cache.manager import NO_CAUSE
 from quire.cache.prefix.eviction import RecomputeSeconds, default_recompute_seconds
-from quire.cache.prefix.hash_index import HashIndex
-from quire.cache.prefix.index import NO_MATCH, EvictionCause, EvictionRecord, NoIndex, PrefixIndex, PrefixMatch
-from quire.cache.prefix.radix_index import RadixIndex
+from quire.cache.prefix.index import NO_MATCH, EvictionCause, EvictionRecord, PrefixIndex, PrefixMatch
+from quire.cache.prefix.new_index import new_index
 from quire.cache.retention import NO_RETENTION, SequenceRetention
+from quire.cache.states import StateBlocks
 from quire.cache.swap_planner import SwapPlanner
 from quire.config import CacheConfig
 from quire.core.events import Event
 from quire.core.request import NO_NAMESPACE, Namespace
 from quire.core.step import Move
-
-_EVICTED_AHEAD = 256  # 1/256 of a pool is evicted in addition to what is needed: each eviction has a fixed cost
 
 
 class KVCache:
@@ -44,23 +46,27 @@ class KVCache:
         self._has_index = config.prefix_index != "none"
         self.windowed = config.dropping
         self.pools = self._new_pools(config)
+        pools = [*self.pools, *(BlockPool(group.num_blocks) for group in config.pools[len(config.groups) :])]
         self._tables: dict[int, BlockTable] = {}  # by sequence id
         self.tables: Mapping[int, BlockTable] = MappingProxyType(self._tables)
-        self._in_flight = InFlight(self.pools)
-        self.copies = PendingMoves(self.pools, self._in_flight.deferred_decr_ref)
+        self._in_flight = InFlight(pools)
+        self.copies = PendingMoves(pools, self._in_flight.deferred_decr_ref)
+        self.states: StateBlocks | None = None
+        if config.states is not None:
+            about = (config, pools[-1], self.pools[0], self.copies, self._in_flight)
+            self.states = StateBlocks(*about, lambda: self.index, lambda *counts: self._recompute_seconds(*counts))
         self._host_pool = HostPool(config)
         self.host_pools = self._host_pool.pools
         self._swap_planner = SwapPlanner(config, self.tables, self._host_pool, self.copies)
-        self._audit = RefCountAudit(self.pools, self._tables, self._in_flight, self.copies)
+        self._audit = RefCountAudit(self.pools, self._tables, self._in_flight, self.copies, self.states)
         self._recompute_seconds: RecomputeSeconds = default_recompute_seconds
         self.index = self._new_index()  # a repair may replace it
-        self._num_evicted_before = 0  # by earlier indexes that were replaced
-        self._evictions: dict[str, EvictionRecord] = {}  # evictions by request id, since they were last taken
+        self._evictor = Evictor(self.pools, self.index)
 
     @property
     def num_evicted(self) -> int:
         """See KVCacheManager."""
-        return self._num_evicted_before + self.index.num_evicted
+        return self._evictor.num_evicted
 
     @property
     def num_copied_tokens(self) -> int:
@@ -87,16 +93,16 @@ class KVCache:
         """See KVCacheManager."""
         if self.index.retention is not None:
             self.index.retention.advance_clock(now)
+        if self.states is not None:
+            self.states.advance_clock(now)
 
     def end_program(self, tenant: str, program: str, branch: str | None) -> None:
         """See KVCacheManager."""
         if self.index.retention is not None:
             self.index.retention.end_program(tenant, program, branch)
         for table in self._tables.values():
-            hints = table.retention.program
-            if hints is None or (table.namespace.tenant, hints.id) != (tenant, program):
-                continue
-            if branch in (None, hints.branch):
+            hints, owner = table.retention.program, table.namespace.tenant
+            if hints is not None and (owner, hints.id) == (tenant, program) and branch in (None, hints.branch):
                 table.end_program()
 
     def set_recompute_seconds(self, recompute_seconds: RecomputeSeconds) -> None:
@@ -105,16 +111,14 @@ class KVCache:
 
     def take_pin_events(self) -> list[Event]:
         """See KVCacheManager."""
-        retention = self.index.retention
-        events: list[Event] = []
+        events, retention = [], self.index.retention
         if retention is not None and retention.events:
             events, retention.events = retention.events, events
         return events
 
     def take_evictions(self) -> list[EvictionRecord]:
         """See KVCacheManager."""
-        evictions, self._evictions = self._evictions, {}
-        return list(evictions.values())
+        return self._evictor.take()
 
     # Creation of tables
 
@@ -126,11 +130,7 @@ class KVCache:
         *,
         retention: SequenceRetention = NO_RETENTION,
     ) -> BlockTable:
-        """Create an empty table for a new sequence.
-
-        tokens: its known tokens, a list that grows with it. retention: that of its KV, and of tables forked or
-        branched from it.
-        """
+        """Create an empty table for a new sequence. tokens: its known tokens, a list that grows with it."""
         table = self._register(seq_id, BlockTable(len(self.pools), tokens, namespace, retention))
         self.index.register(table, NO_MATCH)
         return table
@@ -178,20 +178,26 @@ class KVCache:
         whole, rest = divmod(num_tokens, self.block_size)
         if rest and not self.config.shares_partial_blocks:
             return None
+        if self.states is not None and not self.states.can_branch(parent, num_tokens):
+            return None
         for group, pool in enumerate(self.pools):
             if parent.firsts[group] > self.config.first_attended_block(group, num_tokens):
                 return None
             needed = self.config.num_blocks(group, num_tokens, reserve) - whole + watermark_blocks[group]
             if needed > pool.num_available:
                 return None
-        if rest and not self._evict_until_free([1] * len(self.pools), cause):
+        if rest and not self._evictor.until_free([1] * len(self.pools), cause):
             return None
         child = self._share_blocks(seq_id, new_id, whole, num_tokens, tokens)
+        if self.states is not None and child.state is None:
+            self.states.begin(child, num_tokens, self.states.find(parent, num_tokens))
         if rest:
             sources = [blocks[whole] for blocks in parent.blocks]
             for pool, source in zip(self.pools, sources, strict=True):
                 pool.incr_ref(source)
             self._append_copies(child, sources, rest)
+        if self.states is not None:
+            child.limit_capacity(num_tokens)  # it may share its state block: see StateBlocks.fork
         self.trim(child, num_tokens)
         return child
 
@@ -204,24 +210,41 @@ class KVCache:
 
     def _try_admit(self, seq_id: int, table: BlockTable, reusable: int, limits: AdmissionLimits) -> Admission | None:
         """Create a table with the prefix match, or with more KV from the host pool. None without enough blocks."""
-        matched = self.index.match_prefix(table.namespace, table.tokens[:reusable]) if reusable > 0 else NO_MATCH
+        found = self.index.match_prefix(table.namespace, table.tokens[:reusable]) if reusable > 0 else NO_MATCH
+        matched, snapshot = self._usable(found, table.tokens)
         num_swapped = self._swap_planner.num_swapped_tokens(seq_id, reusable)
         if num_swapped > matched.num_tokens:
             return self._admit_swapped(seq_id, table, matched, num_swapped, limits)
         match = fitting_match(self.config, self.pools, matched, limits)
-        if match is None:
+        if match is None or (self.states is not None and not self.states.pool.num_available):
             return None
         start, num_shared = match.num_tokens, len(match.blocks[0]) if match.blocks else 0
-        miss = self.index.explain_miss(table.namespace, table.tokens, match, reusable)
+        if self.states is not None and start == matched.num_tokens < found.num_tokens >= self.block_size:
+            miss = self.states.explain_miss(table, found, start, self._tables.values())
+        else:
+            miss = self.index.explain_miss(table.namespace, table.tokens, match, reusable)
         self._register(seq_id, table)
         self._share_match(table, match, start)
+        if self.states is not None:
+            self.states.begin(table, start, snapshot if start else None)
+            self.states.want(table, found.num_tokens, *self.states.positions_of_turns(table.tokens))
         copied = not match.partial or self._copy_partial(table, match, limits.cause)
         stop = min(limits.limit, start + limits.max_new_positions)
         if not copied or self.grow(table, stop, reserve=limits.num_tokens, cause=limits.cause) is None:
             self.release(seq_id)
             return None
         self._host_pool.drop_record(seq_id)
-        return Admission(table, start, num_shared, start - num_shared * self.block_size, miss)
+        settled = snapshot.settled if start and snapshot is not None else None
+        about = table, start, num_shared, start - num_shared * self.block_size, miss
+        return Admission(*about, num_kv_tokens=found.num_tokens, state_position=settled)
+
+    def match_prefix(self, namespace: Namespace, tokens: Sequence[int]) -> PrefixMatch:
+        """See KVCacheManager."""
+        return self._usable(self.index.match_prefix(namespace, tokens), tokens)[0]
+
+    def _usable(self, found: PrefixMatch, tokens: Sequence[int]) -> tuple[PrefixMatch, Snapshot | None]:
+        """The part of a prefix match of `tokens` that a sequence can continue behind, and the snapshot there."""
+        return (found, None) if self.states is None else self.states.match(found, tokens)
 
     def _admit_swapped(
         self, seq_id: int, table: BlockTable, match: PrefixMatch, num_tokens: int, limits: AdmissionLimits
@@ -232,32 +255,24 @@ class KVCache:
         blocks; then the tables are unchanged.
         """
         num_shared = len(match.blocks[0]) if match.blocks else 0
-        firsts = [self.config.first_attended_block(group, num_tokens) for group in range(len(self.pools))]
-        begins = [max(num_shared, first) for first in firsts]
-        homes = self._swap_planner.shared_blocks(seq_id, begins, num_tokens)
-        needed = [
-            self.config.num_blocks(group, num_tokens + 1, limits.num_tokens) - begins[group] - len(homes[group])
-            for group in range(len(self.pools))
-        ]
-        shared = [
-            [*(match.blocks[group][first:] if match.blocks else ()), *homes[group].values()]
-            for group, first in enumerate(firsts)
-        ]
-        if not has_available_blocks(self.pools, needed, shared, limits.watermark_blocks):
+        firsts, begins, homes, needed, shared = self._swap_planner.needs(seq_id, match, num_tokens, limits.num_tokens)
+        has_blocks = has_available_blocks(self.pools, needed, shared, limits.watermark_blocks)
+        if not has_blocks or (self.states is not None and not self.states.pool.num_available):
             return None
         self._register(seq_id, table)
         for pool, some in zip(self.pools, homes, strict=True):
             for block in some.values():
                 pool.incr_ref(block)
         self._share_match(table, match._replace(num_tokens=num_shared * self.block_size, partial=()), num_tokens)
-        if not self._evict_until_free(needed, limits.cause):
+        if not self._evictor.until_free(needed, limits.cause):
             for group, some in enumerate(homes):
                 for block in some.values():
                     self._in_flight.deferred_decr_ref(group, block)
             self.release(seq_id)
             return None
         fresh = [pool.allocate_many(count) for pool, count in zip(self.pools, needed, strict=True)]
-        blocks, num_bytes = self._swap_planner.swap_in(seq_id, num_shared, begins, homes, fresh, num_tokens)
+        about = num_shared, begins, homes, fresh, num_tokens, self.states
+        blocks, num_bytes = self._swap_planner.swap_in(seq_id, table, *about)
         table.append(blocks, self.block_size)
         for group, first in enumerate(firsts):
             table.trim(group, first)
@@ -283,7 +298,7 @@ class KVCache:
         """Plan the copy of the block in which the match ends. Returns False if there is no block for it."""
         for pool, source in zip(self.pools, match.partial, strict=True):
             pool.incr_ref(source)  # against its eviction
-        if self._evict_until_free([1] * len(self.pools), cause):
+        if self._evictor.until_free([1] * len(self.pools), cause):
             self._append_copies(table, match.partial, match.num_tokens - table.capacity)
             return True
         for group, source in enumerate(match.partial):
@@ -306,11 +321,11 @@ class KVCache:
         parent = self._tables[seq_id]
         child = self._register(new_id, parent.fork(num_blocks, num_tokens, self.block_size, tokens))
         self._incr_refs(child)
+        if self.states is not None:
+            self.states.fork(parent, child, num_tokens)
         self._in_flight.copy_dependencies(parent, child)
         self.index.register_fork(parent, child, min(parent.cursor.num_indexed, num_tokens // self.block_size))
         return child
-
-    # Swapping
 
     def swap_out(self, num_valid: Mapping[int, int]) -> bool:
         """See KVCacheManager."""
@@ -333,8 +348,6 @@ class KVCache:
         """See KVCacheManager."""
         self._host_pool.drop_record(seq_id)
 
-    # Growth and release
-
     def grow(
         self,
         table: BlockTable,
@@ -345,6 +358,8 @@ class KVCache:
         cause: EvictionCause = NO_CAUSE,
     ) -> list[int] | None:
         """See KVCacheManager."""
+        if self.states is not None and not self.states.own(table):
+            return None
         if num_tokens == table.capacity + 1 and not (reserve or watermark_blocks) and self._append_blocks(table):
             return [len(blocks) - 1 for blocks in table.blocks]
         needed, enough = self.num_needed_blocks(table, num_tokens, reserve), True
@@ -354,7 +369,7 @@ class KVCache:
                 enough = False
                 if wanted > pool.num_available:
                     return None
-        if not enough and not self._evict_until_free(needed, cause):
+        if not enough and not self._evictor.until_free(needed, cause):
             return None
         firsts, fresh = [], []
         index, rest = divmod(table.capacity, self.block_size)
@@ -452,6 +467,8 @@ class KVCache:
             for block in self.copies.cancel(group, blocks):
                 num_tokens = min(num_tokens, blocks.index(block) * self.block_size)
         entered = self.index.unregister(table, num_tokens)
+        if self.states is not None:
+            self.states.release(table, num_tokens)
         self._in_flight.record_written_by_any([table.blocks[0][i] for i in entered])
         for group, (blocks, first) in enumerate(zip(table.blocks, table.firsts, strict=True)):
             self._in_flight.deferred_decr_refs(group, blocks[first:][::-1])
@@ -460,6 +477,8 @@ class KVCache:
         """See KVCacheManager."""
         if self._in_flight.is_empty:
             return False
+        if self.states is not None and self.states.lacks_block(table):
+            return bool(self._in_flight.retired(len(self.pools)))
         needed = self.num_needed_blocks(table, num_tokens)
         for group, pool in enumerate(self.pools):
             retired, held = self._in_flight.retired(group), self.copies.held_refs(group)
@@ -474,28 +493,10 @@ class KVCache:
             self.index.retention.end_pins()
         idle = self.pools.num_idle
         for group, pool in enumerate(self.pools):
-            self._evict(group, pool.num_idle, cause)
+            self._evictor.evict(group, pool.num_idle, cause)
+        if self.states is not None:
+            self.states.flush()
         return idle - self.pools.num_idle
-
-    def _evict_until_free(self, needed: Sequence[int], cause: EvictionCause) -> bool:
-        """Evict until `needed` blocks of each group are free, and some blocks more. Returns whether `needed` are."""
-        for group, pool in enumerate(self.pools):
-            if needed[group] > pool.num_free:
-                self._evict(group, needed[group] - pool.num_free + pool.num_blocks // _EVICTED_AHEAD, cause)
-        return all(pool.num_free >= count for pool, count in zip(self.pools, needed, strict=True))
-
-    def _evict(self, group: int, count: int, cause: EvictionCause) -> None:
-        """Evict up to `count` blocks of a group and record the cause."""
-        num_blocks = self.index.evict(group, count, cause)
-        if not num_blocks:
-            return
-        reason, before = self.index.take_reason(), self._evictions.get(cause.request_id)
-        if before is None:
-            self._evictions[cause.request_id] = EvictionRecord(cause, num_blocks, reason)
-        else:
-            self._evictions[cause.request_id] = before._replace(num_blocks=before.num_blocks + num_blocks)
-
-    # Steps
 
     @property
     def has_urgent_moves(self) -> bool:
@@ -506,6 +507,8 @@ class KVCache:
         """See KVCacheManager."""
         moves = self.copies.launched(step_id)
         self._in_flight.launch(step_id, moves)
+        if self.states is not None:
+            self.states.launched(step_id)
         self._host_pool.launched(step_id, moves)
         return moves
 
@@ -542,9 +545,8 @@ class KVCache:
         """See KVCacheManager."""
         self._host_pool.failed(step_id)
         self._end_moves(self.copies.fail_swaps(step_id))
-        void = self._in_flight.pop_writes(step_id)
-        if void:
-            self.index.invalidate(void, self._tables.values())
+        if unwritten := self._in_flight.pop_writes(step_id):
+            self.index.invalidate(unwritten, self._tables.values())
         dependent = self._in_flight.dependent(step_id)
         self._in_flight.end(step_id)
         missed = self.copies.failed(step_id)
@@ -554,10 +556,12 @@ class KVCache:
             table = self._tables.get(seq_id)
             if table is not None:
                 table.num_launched = min(table.num_launched, start)
+        void, rewound = ([], ()) if self.states is None else (self.states.failed(step_id, self._tables), [*starts])
         return [
             seq_id
             for seq_id, table in self._tables.items()
-            if table in dependent or any(block in table.blocks[group] for group, block in missed)
+            if table in dependent
+            or (seq_id not in rewound and (seq_id in void or any(table.has_block(*place) for place in missed)))
         ]
 
     @property
@@ -565,35 +569,31 @@ class KVCache:
         """See KVCacheManager."""
         return self._in_flight.unwritten
 
-    # Checks
-
     def sharing(self, seq_ids: Sequence[int]) -> tuple[int, int]:
         """See KVCacheManager."""
         return count_shared_blocks([self._tables[seq_id] for seq_id in seq_ids])
 
     def check(self) -> list[str]:
         """See KVCacheManager."""
-        return self._audit.check(self.index) + self._host_pool.check()
+        of_states = [] if self.states is None else self.states.check(self._tables.values())
+        return self._audit.check(self.index) + self._host_pool.check() + of_states
 
     def repair(self) -> None:
         """See KVCacheManager."""
         if self._audit.index_errors(self.index):
-            self._num_evicted_before += self.index.num_evicted
             self.index = self._new_index()
+            self._evictor.replace_index(self.index)
+            if self.states is not None:
+                self.states.clear()
             for table in self._tables.values():
                 table.leave_index()
                 self.index.register(table, NO_MATCH)
         self._audit.repair(self.index)
         self._host_pool.repair()
 
+    def _new_index(self) -> PrefixIndex:
+        planned = self._in_flight.planned_writes
+        return new_index(self.config, self.pools, planned, lambda *counts: self._recompute_seconds(*counts))
+
     def _new_pools(self, config: CacheConfig) -> Pools:
         return Pools(BlockPool(group.num_blocks) for group in config.groups)
-
-    def _new_index(self) -> PrefixIndex:
-        if self.config.prefix_index == "none":
-            return NoIndex()
-        if self.config.prefix_index == "hash":
-            return HashIndex(self.config, self.pools, self._in_flight.planned_writes)
-        return RadixIndex(
-            self.config, self.pools, self._in_flight.planned_writes, lambda *counts: self._recompute_seconds(*counts)
-        )

@@ -13,8 +13,9 @@ from quire.cache.block_pool import Pools
 from quire.cache.block_table import BlockTable
 from quire.cache.host_pool import SwapRecord
 from quire.cache.prefix.eviction import RecomputeSeconds
-from quire.cache.prefix.index import EvictionCause, EvictionRecord, PrefixIndex
+from quire.cache.prefix.index import EvictionCause, EvictionRecord, PrefixIndex, PrefixMatch
 from quire.cache.retention import NO_RETENTION, SequenceRetention
+from quire.cache.states import StateBlocks
 from quire.config import CacheConfig
 from quire.core.events import Event
 from quire.core.request import Namespace
@@ -31,6 +32,7 @@ class KVCacheManager(Protocol):
     windowed: list[int]  # groups with a window
     pools: Pools  # device blocks, per group
     host_pools: Pools  # host blocks, per group
+    states: StateBlocks | None  # of models with recurrent states
     index: PrefixIndex
     tables: Mapping[int, BlockTable]  # read-only
 
@@ -96,6 +98,13 @@ class KVCacheManager(Protocol):
 
         A swapped sequence also gets the KV that the host pool has behind the whole blocks of the match. The planned
         step copies it, so nothing may be computed from it before that Move is done.
+        """
+
+    def match_prefix(self, namespace: Namespace, tokens: Sequence[int]) -> PrefixMatch:
+        """The longest prefix of `tokens` behind which a sequence can continue.
+
+        Of a model with recurrent states it ends at a snapshot. Snapshots without their prefix leave first, so that
+        calls must be replayed with a journal.
         """
 
     def fork(self, seq_id: int, new_id: int, num_tokens: int, tokens: Sequence[int] = ()) -> BlockTable:
@@ -236,7 +245,8 @@ class KVCacheManager(Protocol):
         starts: by sequence, the first position that the step was to write; sequences without a table are ignored. The
         copies of the step go to the next step if their targets still have an owner. KV that it or a later step copied
         to the host is dropped. Returns the sequences that must start again, because their tables depend on KV that was
-        never written or copied.
+        never written or copied. With recurrent states, those of `starts` must be admitted again besides, and may go on
+        from a snapshot.
         """
 
     # Checks

@@ -28,6 +28,11 @@ def token_key(tokens: Sequence[int]) -> bytes:
     return pack(f"{len(tokens)}q", *tokens)
 
 
+def state_key(key: bytes) -> bytes:
+    """The key of a snapshot of recurrent states at the end of a block, or in the next one. key: that of the block."""
+    return key + b"s"
+
+
 @dataclass(frozen=True, slots=True)
 class BlockKeys:
     """The keys of blocks of `block_size` tokens.

@@ -39,7 +39,10 @@ class Capabilities:
     def check_request(self, request: Request) -> None:
         """Raise RequestError for a request that the runner cannot execute."""
         if request.params.deterministic and not self.deterministic:
-            raise RequestError("this model cannot be run deterministically; leave `deterministic` out", "deterministic")
+            raise RequestError(
+                "this model cannot be run deterministically, or not with its state_dtype; leave `deterministic` out",
+                "deterministic",
+            )
         if request.adapter is not None:
             self.check_adapters()
         if self.classifies is not (request.pooling is Pooling.CLASS):

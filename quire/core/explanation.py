@@ -12,6 +12,9 @@ MissReason = Literal[
     "other_adapter",  # computed with another adapter, or other kernels (deterministic), by the same tenant
     "last_token",  # everything matched but the last token, which is computed for its logits
     "recomputed",  # the request needs outputs of its prompt positions (prompt_logprobs, pooling)
+    "no_state",  # keys and values matched further, but no snapshot of recurrent states was taken behind them
+    "state_evicted",  # a snapshot was taken there, then evicted at `evicted_at`
+    "state_being_computed",  # another request is about to take one there
     "off",  # no prefix index
 ]
 
@@ -135,6 +138,8 @@ class Explanation(msgspec.Struct):
     num_prompt_done: int = 0  # leading prompt tokens that were found in the prefix cache or computed
     num_shared_blocks: int = 0  # whole blocks of the prefix match
     num_copied_tokens: int = 0  # of the block in which the match ended
+    num_kv_tokens: int = 0  # prompt tokens whose keys and values matched: more, if no snapshot of states was deeper
+    state_position: int | None = None  # behind which the snapshot stands that it started from; None without one
     miss: Miss | None = None  # None until it is admitted
     waited: dict[str, float] = {}  # seconds by cause, summed over its sequences
     preemptions: list[Preemption] = []

@@ -201,6 +201,27 @@ class Chunks(msgspec.Struct, frozen=True, eq=False, dict=True):
         return float(((stops - starts) * (starts + stops + 1)).sum()) / 2
 
 
+class StateChunks(msgspec.Struct, frozen=True, eq=False):
+    """The state blocks of a step's chunks: one entry per chunk, and the snapshots that chunks write.
+
+    A block stands behind position `settled` when the step begins, and behind `settles` when it ends. The inputs of
+    positions from there to the end of the chunk stay beside the state, because these tokens may be replaced.
+    """
+
+    blocks: np.ndarray  # int32
+    settled: np.ndarray  # int32: at most `starts`
+    settles: np.ndarray  # int32: from `starts` to `stops`
+    snapshot_chunks: np.ndarray  # int32, one per snapshot: index of the chunk
+    snapshot_positions: np.ndarray  # int32: position that the snapshot is to stand behind, at most `settles`
+    snapshot_blocks: np.ndarray  # int32
+
+    @classmethod
+    def of(cls, chunks: Sequence[tuple[int, int, int]], snapshots: Sequence[tuple[int, int, int]]) -> "StateChunks":
+        """From (block, settled, settles) of each chunk, and (chunk, position, block) of each snapshot."""
+        columns = np.array(chunks, np.int32).reshape(-1, 3).T.copy()
+        return cls(*columns, *np.array(snapshots, np.int32).reshape(-1, 3).T.copy())
+
+
 class TableUpdates(msgspec.Struct, frozen=True, eq=False):
     """Spans to write into a table: span i puts `lengths[i]` values into row `rows[i]`, from column `starts[i]` on."""
 
@@ -386,6 +407,7 @@ class Step(msgspec.Struct, frozen=True, eq=False):
     moves: list[Move]
     chunks: Chunks
     adapters: list[tuple[int, str]] = []  # (slot, digest) of loaded adapters that slots get; of a reset step: of all
+    states: StateChunks | msgspec.UnsetType = msgspec.UNSET  # only of models with recurrent states
 
     @property
     def num_tokens(self) -> int:

@@ -1,12 +1,13 @@
 """LatencyProfile: seconds of a Step of one model on one device, computed from rooflines or fitted to measured steps.
 
-    seconds = fixed + (eager, unless the step is replayed) + per_chunk * chunks + per_sequence * opened sequences
-        + linear(tokens) + sum over KV groups(per_pair * pairs + per_kv_token * reads)
+    seconds = fixed + (eager, unless the step is replayed) + per_chunk * (chunks + snapshots of states)
+        + per_sequence * opened sequences + linear(tokens)
+        + sum over KV groups(per_pair * pairs + per_kv_token * reads)
 
 `linear` is a rising curve through points, because products with weights are limited by the reads of the weights for few
 tokens, and by arithmetic for many (Williams et al., "Roofline", 2009). Attention of chunks with several tokens is
-limited by arithmetic, that of single tokens by the reads of KV. A step that is not replayed from a capture takes time
-on the host for each of its layers.
+limited by arithmetic, that of single tokens by the reads of KV. A chunk reads and writes the recurrent state of its
+sequence, whatever its length. A step that is not replayed from a capture takes time on the host for each of its layers.
 """
 
 from bisect import bisect_right
@@ -17,6 +18,7 @@ from typing import NamedTuple
 
 import msgspec
 import numpy as np
+from msgspec import UNSET
 
 from quire.core.step import Step
 from quire.cost.devices import Device
@@ -71,7 +73,12 @@ class LatencyProfile(msgspec.Struct, frozen=True, kw_only=True):
         chunks = step.chunks
         if not len(chunks):
             return 0.0
-        return self.seconds(step_work(chunks.starts, chunks.stops, self.windows, len(step.opens.rows)))
+        seconds = self.seconds(step_work(chunks.starts, chunks.stops, self.windows, len(step.opens.rows)))
+        return seconds if step.states is UNSET else seconds + self.state_copy_seconds(len(step.states.snapshot_blocks))
+
+    def state_copy_seconds(self, number: int) -> float:
+        """Seconds to copy state blocks within the device, which reads and writes a block as a chunk does."""
+        return self.per_chunk * number
 
     def linear_seconds(self, num_tokens: float) -> float:
         """Seconds of all products with weights. Beyond the last point the curve goes on straight."""
@@ -126,7 +133,11 @@ def roofline_profile(model: str, device: Device, shape: ComputeShape) -> Latency
     attention_flops = device.peak_flops("bfloat16") * reached.attention
     bandwidth = device.bytes_per_second * reached.memory
     linear = tuple(
-        (float(n), max(shape.linear_flops(n, rows) / flops, shape.linear_bytes(n, rows) / bandwidth))
+        (
+            float(n),
+            max(shape.linear_flops(n, rows) / flops, shape.linear_bytes(n, rows) / bandwidth)
+            + n * shape.states.flops_per_token / attention_flops,
+        )
         for n, rows in ((n, min(n, _MOST_LOGITS)) for n in _CURVE_TOKENS)
     )
     return LatencyProfile(
@@ -135,7 +146,7 @@ def roofline_profile(model: str, device: Device, shape: ComputeShape) -> Latency
         source=f"rooflines: {device.source}, at {reached.compute:.0%} of its arithmetic ({reached.attention:.0%} in "
         f"attention), {reached.memory:.0%} of its memory bandwidth, and {1e6 * reached.layer_seconds:.0f} us a layer",
         fixed=reached.layer_seconds * shape.num_layers,
-        per_chunk=0.0,
+        per_chunk=2 * shape.states.bytes_per_chunk / bandwidth,
         linear=linear,
         attention=tuple(
             AttentionTime(group.window, group.flops_per_pair / attention_flops, group.kv_bytes_per_token / bandwidth)

@@ -3,10 +3,11 @@
 import re
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from quire.core.kv_groups import KVKind
+from quire.core.states import StateGroup
 from quire.errors import ConfigError, DoesNotFit
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
@@ -42,6 +43,13 @@ class MemoryProfile:
     captured_steps_reason: str = ""
     staging_bytes: int = 0  # buffers of swapping on the device
     lora_memory: str | None = None  # the option, or DEFAULT_LORA_MEMORY; None: no adapters
+    states: StateGroup | None = None  # of a model with recurrent states; the plan decides on the number of blocks
+    has_snapshots: bool = False  # whether a prefix cache keeps states behind prefixes
+
+    @property
+    def live_state_bytes(self) -> int:
+        """Memory of the recurrent states of all rows, without snapshots."""
+        return 0 if self.states is None else self.max_num_seqs * self.states.bytes_per_block
 
     @property
     def workspace_bytes(self) -> int:
@@ -87,12 +95,14 @@ class MemoryPlan:
     max_model_len: int
     max_model_len_reason: str
     lora_bytes: int = 0  # for adapters
+    states: StateGroup | None = None  # of a model with recurrent states
 
     def concurrency(self, length: int) -> int:
         """Number of sequences of `length` tokens that fit at the same time."""
-        return min(
+        fits = [
             have // each for have, each in zip(self.num_blocks, self.profile.blocks_while_decoding(length), strict=True)
-        )
+        ]
+        return min(fits if self.states is None else (*fits, self.states.num_blocks))
 
     def __str__(self) -> str:
         length, block_size = self.max_model_len, self.profile.block_size
@@ -122,27 +132,35 @@ def plan_memory(
     the pool gets all remaining memory, for a prefix cache; otherwise at most the blocks that `max_num_seqs` sequences
     of `max_model_len` tokens can fill. num_replicas: engines that have as many bytes available each.
 
-    Lowers `max_model_len` to what the KV memory can hold, if it was not set. Raises ConfigError if the weights or one
-    sequence of the set length do not fit.
+    Recurrent states of `max_num_seqs` sequences come first, then the KV of one sequence of `max_model_len` tokens. The
+    rest is for KV and snapshots of states. Lowers `max_model_len` to what the KV memory can hold, if it was not set.
+    Raises ConfigError if the weights, the states or one sequence of the set length do not fit.
     """
     budget, budget_reason = _budget(available, default_share, limit, num_replicas)
     lora_bytes = _lora_bytes(profile.lora_memory, budget)
     beside = profile.workspace_bytes + profile.captured_steps_bytes + profile.staging_bytes + lora_bytes
     length, length_reason = _max_model_len(profile)
     room = budget - profile.weight_bytes - beside
+    if room >= 0:
+        _check_live_states(profile, room, f"{format_bytes(budget)}, {budget_reason}")
+    room -= profile.live_state_bytes
     if profile.kv_bytes(length) > room:
         if profile.max_model_len is not None or profile.kv_bytes(2) > room:
-            need = profile.weight_bytes + beside + profile.kv_bytes(length)
+            need = profile.weight_bytes + beside + profile.live_state_bytes + profile.kv_bytes(length)
             adapters = f"adapters {format_bytes(lora_bytes)}, " if lora_bytes else ""
+            live = f"recurrent states {format_bytes(profile.live_state_bytes)}, " if profile.states else ""
             raise DoesNotFit(
                 f"one sequence of {length} tokens needs {format_bytes(need)} (weights "
                 f"{format_bytes(profile.weight_bytes)}, workspace {format_bytes(beside - lora_bytes)}, {adapters}"
-                f"the rest KV), but the budget is {format_bytes(budget)}, {budget_reason}. Raise memory, or lower "
-                f"{'data_parallel_size, ' if num_replicas > 1 else ''}{'lora_memory, ' if lora_bytes else ''}"
+                f"{live}the rest KV), but the budget is {format_bytes(budget)}, {budget_reason}. Raise memory, or "
+                f"lower {'data_parallel_size, ' if num_replicas > 1 else ''}{'lora_memory, ' if lora_bytes else ''}"
                 "max_model_len, max_num_batched_tokens or max_num_seqs"
             )
         length = _longest_fitting_len(profile, length, room)
         length_reason = f"lowered from {profile.model_max_len}, all that the KV memory can hold"
+    states = _with_snapshots(profile, length, room, fill_budget=fill_budget)
+    if states is not None:
+        room -= (states.num_blocks - profile.max_num_seqs) * states.bytes_per_block
     useful = _max_useful_blocks(profile, length)
     if fill_budget:
         block_bytes = [profile.block_size * kv.bytes_per_token for kv in profile.kv]
@@ -158,10 +176,58 @@ def plan_memory(
         )
         name = f"KV pool {kv.kind.span}" if kv.kind.drops_blocks else "KV pool"
         lines.append(PlanLine(name, num * profile.block_size * kv.bytes_per_token, why))
+    if states is not None:
+        lines.append(_states_line(states, profile.max_num_seqs))
     lines += _other_lines(profile)
     if lora_bytes:
         lines.append(PlanLine("adapters", lora_bytes, _lora_reason(profile.lora_memory)))
-    return MemoryPlan(profile, tuple(lines), tuple(num_blocks), length, length_reason, lora_bytes)
+    return MemoryPlan(profile, tuple(lines), tuple(num_blocks), length, length_reason, lora_bytes, states)
+
+
+def _check_live_states(profile: MemoryProfile, room: int, budget: str) -> None:
+    """Raise DoesNotFit if `room` bytes do not hold a recurrent state of each row. budget: in words."""
+    if profile.states is None or profile.live_state_bytes <= room:
+        return
+    each = profile.states.bytes_per_block
+    raise DoesNotFit(
+        f"{profile.max_num_seqs} sequences have recurrent states of {format_bytes(each)} each, "
+        f"{format_bytes(profile.live_state_bytes)} in all, but beside weights and workspace {format_bytes(room)} are "
+        f"left of the budget, {budget}. Raise memory, or lower max_num_seqs: {room // each} states fit, without any KV"
+    )
+
+
+_TOKENS_PER_SNAPSHOT = 1024  # of KV; docs/memory.md has the reason
+_MOST_SNAPSHOT_SHARE = 0.5  # of the memory for KV and snapshots
+_MOST_SNAPSHOTS_PER_ROW = 16  # where memory is left to other programs
+
+
+def _with_snapshots(profile: MemoryProfile, length: int, room: int, *, fill_budget: bool) -> StateGroup | None:
+    """The state blocks: one for each row, and snapshots in proportion to the KV of a sequence of `length` tokens.
+
+    room: bytes for KV and snapshots. What one such sequence needs is KV in any case. Unless `fill_budget` is set, there
+    are at most the snapshots that `max_num_seqs` such sequences can use.
+    """
+    states = profile.states
+    if states is None:
+        return None
+    num_snapshots = 0
+    if profile.has_snapshots:
+        size, sequence = states.bytes_per_block, profile.kv_bytes(length)
+        share = min(_MOST_SNAPSHOT_SHARE, size / (size + sequence * _TOKENS_PER_SNAPSHOT / length))
+        num_snapshots = int((room - sequence) * share) // size
+        if not fill_budget:
+            each = min(_MOST_SNAPSHOTS_PER_ROW, -(-length // _TOKENS_PER_SNAPSHOT))
+            num_snapshots = min(num_snapshots, profile.max_num_seqs * each)
+    return replace(states, num_blocks=profile.max_num_seqs + num_snapshots)
+
+
+def _states_line(states: StateGroup, num_rows: int) -> PlanLine:
+    number, size = states.num_blocks, states.bytes_per_block
+    why = (
+        f"{number} blocks x {format_bytes(size)} ({states.num_layers} layers of {states.kind}, {states.dtype}): "
+        f"one for each of {num_rows} rows, {number - num_rows} snapshots"
+    )
+    return PlanLine("states", number * size, why)
 
 
 DEFAULT_LORA_MEMORY = "default"
@@ -289,10 +355,11 @@ _MOST_GIB = 4096  # a number from here on is in bytes
 
 
 class HostPoolPlan(NamedTuple):
-    """The blocks of the host pool per group, and its line of the memory plan."""
+    """The blocks of the host pool per group, its line of the memory plan, and its blocks for recurrent states."""
 
     num_blocks: tuple[int, ...]
     line: PlanLine | None  # None without a host pool
+    num_state_blocks: int = 0
 
 
 def parse_swap_space(text: str) -> int:
@@ -314,12 +381,12 @@ def parse_swap_space(text: str) -> int:
 def plan_host_pool(
     plan: MemoryPlan, *, asked: str | None, default: int, available: int, num_replicas: int = 1
 ) -> HostPoolPlan:
-    """Divide host memory among the groups in proportion to their device blocks.
+    """Divide host memory among KV groups and recurrent states in proportion to their device blocks.
 
     asked: the option `swap_space`; None: not set. default: bytes if it is not set, at most a quarter of `available`.
     available: bytes of host memory that the rest of the plan does not use. num_replicas: as in `plan_memory`.
 
-    Raises ConfigError if `asked` exceeds `available` or holds less than one block of each group.
+    Raises ConfigError if `asked` exceeds `available` or holds less than one block of each.
     """
     nothing = HostPoolPlan((0,) * len(plan.num_blocks), None)
     wanted = min(default, int(available * _LARGEST_SHARE)) if asked is None else parse_swap_space(asked)
@@ -332,7 +399,11 @@ def plan_host_pool(
             f"swap_space={asked} is more than the {format_bytes(available)} of host memory available{each}{fewer}"
         )
     block_bytes = [kv.bytes_per_token * plan.profile.block_size for kv in plan.profile.kv]
-    num_blocks = _divide_host_bytes(plan.num_blocks, block_bytes, wanted)
+    device_blocks = [*plan.num_blocks]
+    if plan.states is not None:
+        block_bytes.append(plan.states.bytes_per_block)
+        device_blocks.append(plan.states.num_blocks)
+    num_blocks = _divide_host_bytes(device_blocks, block_bytes, wanted)
     if not all(num_blocks):
         if asked is None:
             return nothing
@@ -341,10 +412,12 @@ def plan_host_pool(
             "host pool"
         )
     taken = sum(num * one for num, one in zip(num_blocks, block_bytes, strict=True))
+    num_blocks, num_states = num_blocks[: len(nothing.num_blocks)], sum(num_blocks[len(nothing.num_blocks) :])
     blocks = " and ".join(map(str, num_blocks))
+    states = f" and {num_states} recurrent states" if num_states else ""
     asked_by = "by default" if asked is None else f"swap_space={asked}"
-    why = f"{blocks} blocks of {plan.profile.block_size} tokens in host memory, {asked_by}; no part of memory"
-    return HostPoolPlan(num_blocks, PlanLine("host pool", taken, why))
+    why = f"{blocks} blocks of {plan.profile.block_size} tokens{states} in host memory, {asked_by}; no part of memory"
+    return HostPoolPlan(num_blocks, PlanLine("host pool", taken, why), num_states)
 
 
 def _divide_host_bytes(device_blocks: Sequence[int], block_bytes: Sequence[int], wanted: int) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from quire.core.kv_groups import StoredKind
+from quire.core.states import StateKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +19,7 @@ class ModelShape:
     weight_types: str  # in words: "int4 and bfloat16"
     activations_per_token: int  # the most numbers alive at once while a layer computes one token
     layers: tuple[StoredKind, ...]  # the KV of each layer
+    state_layers: tuple[StateKind, ...] = ()  # of each layer with a recurrence; all are equal
 
     @property
     def kv_groups(self) -> Mapping[StoredKind, tuple[int, ...]]:

@@ -214,6 +214,36 @@ class PrefillTime:
         return best
 
 
+_MOST_ALIKE = 32  # steps with one token in each row behind which the fit is noise
+
+
+class RowTime:
+    """Seconds of each sequence of a step beside those of its tokens: a recurrent state is read and written.
+
+    seconds = fixed + per_token * num_tokens + per_row * num_rows, fitted to recent short steps as by `PrefillTime`.
+    Steps with one token in each row cannot separate rows from tokens, nor steps of one row the row from the step. So an
+    estimate stays while there are no others.
+    """
+
+    __slots__ = ("_fit", "_num_alike", "per_row")
+
+    def __init__(self) -> None:
+        self._fit = PrefillTime()
+        self._num_alike = 0  # last steps with one token in each row
+        self.per_row = 0.0
+
+    def observe(self, num_tokens: int, num_rows: int, seconds: float, weight: float = 1.0) -> None:
+        """Learn from a step."""
+        self._fit.observe(num_tokens, num_rows, seconds, weight)
+        self._num_alike = self._num_alike + 1 if num_tokens == num_rows else 0
+        if self._num_alike <= _MOST_ALIKE and min(self._fit.fixed, self._fit.per_pair) > 0:
+            self.per_row = self._fit.per_pair
+
+    def without_rows(self, num_rows: int, seconds: float) -> float:
+        """The seconds of a step that do not come from its rows: at least 1/8 of them, whatever the error of the fit."""
+        return max(seconds - self.per_row * num_rows, seconds / OUTLIER)
+
+
 def num_pairs(num_tokens: int, num_before: int) -> float:
     """Pairs of a chunk of `num_tokens` tokens behind `num_before` others."""
     return num_tokens * (num_before + (num_tokens + 1) / 2)
@@ -295,10 +325,13 @@ class CostFigures(msgspec.Struct, frozen=True, tag=True):
 class CostModel:
     """The cost model. It learns from steps and copies, and from a calibration before them."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_states: bool = False) -> None:
+        """has_states: whether sequences have recurrent states, so that rows of a step take time beside its tokens."""
+        self._has_states = has_states
         self.step_time = StepTime()
         self.prefill = PrefillTime()
-        self.step_curve = StepCurve()
+        self.step_curve = StepCurve()  # without the time of rows
+        self.row_time = RowTime()  # 0 without states
         self._decode_weight = self._decode_seconds = 0.0  # of decode steps: decayed count and sum of seconds
         self.shortest_decode_seconds = inf  # of all decode steps so far
         self._copied = [(0.0, 0.0), (0.0, 0.0)]  # to the host, and from it: decayed sums of bytes and of seconds
@@ -311,21 +344,38 @@ class CostModel:
         The fits minimize absolute errors, so a long chunk would outweigh hundreds of short prompts. If the machine was
         busy during the calibration, real steps could not correct it. So all of its steps count as short ones.
         """
+        if self._has_states:  # before the curve, which has no time of rows
+            for chunk in calibration.prefill:
+                if chunk.num_tokens <= _SHORT:
+                    self.row_time.observe(chunk.num_tokens, 1, chunk.seconds)
+            for step in calibration.decode:
+                self.row_time.observe(step.num_rows, step.num_rows, step.seconds)
         for chunk in calibration.prefill:
             pairs = num_pairs(chunk.num_tokens, chunk.num_before)
-            self.observe_step(chunk.num_tokens, chunk.seconds, pairs, (_CALIBRATION_TOKENS / chunk.num_tokens) ** 2)
+            weight = (_CALIBRATION_TOKENS / chunk.num_tokens) ** 2
+            self.observe_step(chunk.num_tokens, chunk.seconds, pairs, weight)
         for step in calibration.decode:
-            self.observe_step(step.num_rows, step.seconds)
+            self.observe_step(step.num_rows, step.seconds, num_rows=step.num_rows)
         for copy in calibration.copies:
             self.observe_copies(copy.num_bytes, copy.seconds_out, copy.num_bytes, copy.seconds_in)
 
-    def observe_step(self, num_tokens: int, seconds: float, pairs: float = 0, weight: float = 1.0) -> None:
-        """Learn from a step. pairs: its number of pairs; 0 for a step that only decodes. weight: in the fits."""
+    def observe_step(
+        self, num_tokens: int, seconds: float, pairs: float = 0, weight: float = 1.0, *, num_rows: int = 1
+    ) -> None:
+        """Learn from a step.
+
+        pairs: its number of pairs; 0 for a step that only decodes. weight: in the fits. num_rows: its chunks, each of
+        which reads and writes a recurrent state if the model has them.
+        """
         if num_tokens < 1 or not MIN_SECONDS < seconds < MAX_SECONDS:
             return
         self.step_time.observe(num_tokens, seconds, weight)
         if not pairs or num_tokens <= _SHORT:
-            self.step_curve.observe(num_tokens, seconds)
+            own = seconds
+            if self._has_states:
+                self.row_time.observe(num_tokens, num_rows, seconds, weight)
+                own = self.row_time.without_rows(num_rows, seconds)
+            self.step_curve.observe(num_tokens, own)
         if pairs > 0:
             self.prefill.observe(num_tokens, pairs, seconds, weight)
         else:

@@ -19,6 +19,14 @@ class AttentionWork:
     kv_bytes_per_token: int  # of all layers of the group
 
 
+@dataclass(frozen=True, slots=True)
+class StateWork:
+    """The recurrence of all layers that have one."""
+
+    bytes_per_chunk: int  # of the states of a sequence, which a chunk of any length reads and writes once
+    flops_per_token: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComputeShape:
     """Sizes of a model that the work of a Step depends on.
@@ -40,6 +48,7 @@ class ComputeShape:
     head_bytes: int
     activation_bytes_per_token: int  # of one layer
     attention: tuple[AttentionWork, ...]  # per KV group
+    states: StateWork = StateWork(0, 0.0)
 
     def linear_flops(self, num_tokens: float, num_logits: float) -> float:
         """Operations of all products with weights: two for each parameter and token."""

@@ -73,7 +73,7 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
             *("num_running", "num_waiting", "kv_blocks_used", "kv_blocks_total", "failed_in_a_row"),
             *("last_step_seconds", "kv_blocks_cached", "host_blocks_used", "host_blocks_total"),
             *("num_step_tokens", "step_sizes", "waiting_because"),  # the histogram restarts with each engine
-            *("drafts", "accepted_by_place", "prompts"),
+            *("drafts", "accepted_by_place", "prompts", "state_blocks_used", "state_blocks_total", "num_snapshots"),
             *("num_adapters", "adapter_bytes", "num_waiting_for_adapters", "adapter_requests"),
         )
     )
@@ -116,6 +116,12 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     num_evicted_adapters: int = 0
     num_waiting_for_adapters: int = 0  # requests whose adapter is not in memory yet
     adapter_requests: dict[str, tuple[int, int]] = {}  # running and waiting requests by name of the adapter, the most
+    state_blocks_used: int = 0  # of recurrent states, by running sequences
+    state_blocks_total: int = 0
+    num_snapshots: int = 0  # of recurrent states
+    num_evicted_snapshots: int = 0
+    num_snapshot_hits: int = 0  # requests that started from a snapshot at their first admission
+    num_stateless_tokens: int = 0  # prompt tokens that were computed although their KV matched: no snapshot was deeper
 
     @classmethod
     def zero(cls) -> Self:
@@ -411,6 +417,9 @@ class Engine:
             adapters.num_evicted,
             adapters.num_waiting,
             adapters.requests_by_name(seq.request for seq in self.scheduler.state.running_queue.running),
+            *((0, 0, 0, 0) if cache.states is None else cache.states.figures),
+            accounts.num_snapshot_hits,
+            accounts.num_stateless_tokens,
         )
 
     def report_keys(self, block_keys: BlockKeys) -> None:

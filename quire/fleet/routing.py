@@ -20,6 +20,7 @@ import msgspec
 
 from quire.cache.key_report import KeyChanges
 from quire.config import Routing
+from quire.core.block_keys import state_key
 from quire.core.explanation import Placement, RoutingCandidate
 from quire.cost.step_time import CostFigures
 from quire.fleet.cached_keys import MOST_KEYS, CachedKeys
@@ -47,6 +48,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: int
     max_num_batched_tokens: int
     most_keys: int = MOST_KEYS
+    has_states: bool = False  # the model has recurrent states: a cached prompt counts up to its deepest snapshot
 
 
 class RoutedRequest(msgspec.Struct, frozen=True, array_like=True):
@@ -167,7 +169,7 @@ class Router:
 
     def __init__(self, config: RouterConfig) -> None:
         self.config = config
-        self.keys = CachedKeys(config.num_replicas, config.most_keys)
+        self.keys = CachedKeys(config.num_replicas, config.most_keys, has_states=config.has_states)
         self.placements: OrderedDict[str, Placement] = OrderedDict()  # the last ones, by request
         self.stats = [RoutingStats() for _ in range(config.num_replicas)]
         self._costs = UNMEASURED
@@ -353,6 +355,9 @@ class Router:
         number, num_missing = chosen.replica, request.num_tokens - chosen.num_cached_tokens
         has = self.keys.num_cached(number, request.keys)
         missing = request.keys[has:]  # also what another request computes, which may be aborted
+        if self.config.has_states:  # it leaves a snapshot where its match of keys and values ends
+            reached = self.keys.num_cached(number, request.keys, self._expected)
+            missing += [state_key(key) for key in request.keys[max(0, reached - 1) : reached]]
         expected = missing if len(self._expected) + len(missing) <= self.config.most_keys else []
         self._num_expecting[number].update(expected)
         bit = 1 << number

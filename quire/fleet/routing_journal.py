@@ -156,6 +156,7 @@ def new_router(routing: Routing, engine_handles: Sequence[EngineHandle], file: B
         num_blocks=info.cache.groups[0].num_blocks,
         max_num_seqs=info.options.max_num_seqs,
         max_num_batched_tokens=info.options.max_num_batched_tokens,
+        has_states=info.cache.states is not None,
     )
     router = Router(config) if file is None else JournalledRouter(config, file)
     if engine_handles[0].share.costs is not None:

@@ -77,7 +77,12 @@ def unsupported_reason(name: str, requirements: Requirements) -> str | None:
 
 
 def _unsupported_reason(candidate: Candidate, requirements: Requirements) -> str | None:
-    return candidate.description if candidate.kernels is None else candidate.kernels.unsupported_reason(requirements)
+    if (kernels := candidate.kernels) is None:
+        return candidate.description
+    # plain torch within another module would be a silent fall-back
+    if requirements.state_kind is not None and kernels is not REFERENCE and kernels.recur is REFERENCE.recur:
+        return f"it has no kernels for layers with a {requirements.state_kind}"
+    return kernels.unsupported_reason(requirements)
 
 
 def choose(name: str, requirements: Requirements) -> Chosen:

@@ -21,6 +21,9 @@ import torch
 from torch import Tensor
 
 from quire.core.kv_groups import KVGroup, KVKind
+from quire.core.states import StateGroup, StateKind
+from quire.kernels.sampling_contract import SamplingMetadata
+from quire.kernels.state_contract import RecurrenceWeights, StateBatch, StateStorage
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -230,50 +233,6 @@ class Batch(msgspec.Struct, frozen=True, eq=False):
     ends: np.ndarray | None = None  # int64 (num_chunks,): position after the sequence's last token; None: `stops`
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Masks:
-    """Sampling masks. Each row of logits has at most one."""
-
-    rows: np.ndarray  # int64
-    words: np.ndarray  # uint32 (len(rows), words): bit t%32 of word t//32 allows token t
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LogitEdits:
-    """Logit edits: values that are added to single logits. Several values for one logit add up."""
-
-    rows: np.ndarray  # int64
-    tokens: np.ndarray  # int64
-    values: np.ndarray  # float32, finite or -inf
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class History:
-    """Token occurrences of sequences with penalties: one entry per occurrence."""
-
-    rows: np.ndarray  # int64
-    tokens: np.ndarray  # int64
-    are_output: np.ndarray  # bool: True for output tokens, False for prompt tokens
-
-
-class SamplingMetadata(msgspec.Struct, frozen=True, eq=False):
-    """Sampling metadata: host arrays with one entry per row of logits."""
-
-    seeds: np.ndarray  # uint64
-    sample_indices: np.ndarray  # int32, index among the n sequences of a request
-    positions: np.ndarray  # int32, position of the sampled token in its sequence
-    temperatures: np.ndarray  # float32, 0 is greedy
-    top_ps: np.ndarray  # float32 in (0, 1], 1 keeps all
-    top_ks: np.ndarray  # int32, 0 or less keeps all
-    min_ps: np.ndarray  # float32 in [0, 1], 0 keeps all
-    presence_penalties: np.ndarray  # float32, 0 is none
-    frequency_penalties: np.ndarray  # float32, 0 is none
-    repetition_penalties: np.ndarray  # float32 above 0, 1 is none
-    masks: Masks
-    edits: LogitEdits
-    history: History  # of rows with a penalty; without a repetition penalty, prompt tokens are left out
-
-
 @dataclass(frozen=True, slots=True)
 class Routing:
     """How experts are selected from a router's logits, and weighted.
@@ -306,6 +265,7 @@ class Requirements:
     head_dims: tuple[int, ...]
     schemes: tuple[Scheme, ...] = ()  # of low-bit weights
     kv_kinds: tuple[KVKind, ...] = ()
+    state_kind: StateKind | None = None  # of layers with a recurrence
 
 
 def unsupported_kind_reason(requirements: Requirements) -> str | None:
@@ -350,6 +310,15 @@ class StepCapture(Protocol):
 
     def refill(self, plan: Plan, batch: Batch) -> None:
         """Replace the step of a plan by another one with the same numbers of chunks and tokens, in place."""
+
+    def plan_states(self, batch: StateBatch, storage: StateStorage) -> Plan:
+        """A plan like that of Kernels.plan_states, which `refill_states` can update."""
+
+    def refill_states(self, plan: Plan, batch: StateBatch) -> None:
+        """Replace the step of a plan by another one with the same numbers of chunks and tokens, in place.
+
+        Chunks are never divided: those that are missing have no tokens. The number of snapshots is 0.
+        """
 
     def prepare(self, plan: Plan) -> None:
         """Compute the parts of a plan that `refill` leaves out. Called inside the capture, before the model."""
@@ -430,6 +399,26 @@ class Kernels(Protocol):
         Returns (num_tokens, num_heads * head_dim).
         """
 
+    def allocate_states(self, group: StateGroup, device: torch.device) -> StateStorage:
+        """Zeroed state blocks. CPU modules commit memory only when a block is first written."""
+
+    def copy_states(self, storage: StateStorage, pairs: Tensor) -> None:
+        """Copy blocks as a whole: pairs int64 (num_pairs, 2) of (source, target).
+
+        All sources are read before the first target is written.
+        """
+
+    def plan_states(self, batch: StateBatch, storage: StateStorage) -> Plan:
+        """Metadata of a step that all layers with a state share, for `recur`."""
+
+    def recur(
+        self, storage: StateStorage, layer: int, inputs: Tensor, weights: RecurrenceWeights, plan: Plan
+    ) -> Tensor:
+        """The recurrence of a layer over the inputs (num_tokens, width) of the step, which updates the state blocks.
+
+        `reference.states` specifies it. Returns (num_tokens, num_values) in the type of the inputs.
+        """
+
     def rotation(self, positions: Tensor, frequencies: Tensor, magnitude: float) -> Rotation:
         """Cosines and sines, times `magnitude`, of positions (num_tokens,) int64 times frequencies in float32."""
 
@@ -463,6 +452,9 @@ class Kernels(Protocol):
         x and addend (num_rows, n * size). factors: a number, or (num_rows, n) or (1, n), the same for all rows, in x's
         type or float32: each is that of `size` numbers that follow each other.
         """
+
+    def concatenate(self, x: Tensor, y: Tensor) -> Tensor:
+        """x (num_rows, n) and y (num_rows, m) of the same type, side by side: contiguous, (num_rows, n + m)."""
 
     def widen(self, x: Tensor) -> Tensor:
         """x (num_rows, size) in float32; x itself if it is float32."""

@@ -1,6 +1,7 @@
-"""KV blocks on the compute device: allocated once, copied by the Moves of a step, also to the host pool and back.
+"""KV and state blocks on the compute device: allocated once, copied by the Moves of a step, also to the host and back.
 
-The kernel module defines the layout of a block. The control plane decides which sequence has it.
+The kernel module defines the layout of a block. The control plane decides which sequence has it. In Moves the state
+blocks are the group behind the last KV group.
 """
 
 import time
@@ -13,6 +14,7 @@ import torch
 from quire.config import CacheConfig
 from quire.core.step import Move
 from quire.kernels.contract import Kernels, Storage
+from quire.kernels.state_contract import StateStorage
 from quire.kv_store.host import HostPool, PlainPool, StreamedPool, Swap
 from quire.kv_store.upload import to_device
 
@@ -28,7 +30,7 @@ class EndedSwaps(NamedTuple):
 
 
 class DeviceStore:
-    """The KV storages and host pools of all KV groups."""
+    """The storages and host pools of all KV groups, and of the recurrent states if the model has any."""
 
     def __init__(
         self,
@@ -39,6 +41,10 @@ class DeviceStore:
     ) -> None:
         self._kernels = kernels
         self.storages: list[Storage] = [kernels.allocate(group, cache.block_size, device) for group in cache.groups]
+        self.states: StateStorage | None = (
+            None if cache.states is None else kernels.allocate_states(cache.states, device)
+        )
+        self._device = device
         self.has_copy_stream = device.type != "cpu"  # whether swaps run on a stream of their own, beside forward passes
         stream = torch.cuda.Stream(device) if self.has_copy_stream else None  # type: ignore[no-untyped-call]
         self._swaps: dict[int, tuple[int, bool, Swap]] = {}  # Move id -> (step id, is swap-in, its copy)
@@ -46,7 +52,7 @@ class DeviceStore:
             PlainPool(one, one.group.num_host_blocks, clock)
             if stream is None
             else StreamedPool(one, one.group.num_host_blocks, stream)
-            for one in self.storages
+            for one in (*self.storages, *(() if self.states is None else (self.states,)))
         ]
 
     def execute(self, step_id: int, moves: Sequence[Move]) -> float:
@@ -61,9 +67,11 @@ class DeviceStore:
         delay = 0.0
         for move in moves:
             if move.source == move.target:
-                storage = self.storages[move.group]
-                pairs = to_device(np.array(move.pairs, np.int64).reshape(-1, 2), storage.data.device)
-                self._kernels.copy_blocks(storage, pairs, move.num_tokens)
+                pairs = to_device(np.array(move.pairs, np.int64).reshape(-1, 2), self._device)
+                if move.group == len(self.storages) and self.states is not None:
+                    self._kernels.copy_states(self.states, pairs)
+                else:
+                    self._kernels.copy_blocks(self.storages[move.group], pairs, move.num_tokens)
             else:
                 pool, is_in = self._host_pools[move.group], move.source == "host"
                 swap = pool.swap_in(move.pairs) if is_in else pool.swap_out(move.pairs)

@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 
 from quire.kernels.contract import Storage
+from quire.kernels.state_contract import StateStorage
 from quire.kv_store.upload import to_device
 
 STAGING_BYTES = 2**27  # most bytes of device memory for staging, in either direction
 
 Pairs = Sequence[tuple[int, int]]
+Blocks = Storage | StateStorage  # on the device
 
 
 class Swap(NamedTuple):
@@ -28,7 +30,7 @@ class Swap(NamedTuple):
 
 
 class HostPool(Protocol):
-    """The host pool of one KV group."""
+    """The host pool of one KV group, or of the recurrent states."""
 
     def swap_out(self, pairs: Pairs) -> Swap:
         """Swap out: copy (device block, host block) pairs. Later writes to the device blocks do not affect the copy."""
@@ -37,7 +39,7 @@ class HostPool(Protocol):
         """Swap in: copy (host block, device block) pairs. The device blocks must not be used before the end."""
 
 
-def host_blocks(storage: Storage, num_blocks: int, *, pinned: bool) -> Tensor:
+def host_blocks(storage: Blocks, num_blocks: int, *, pinned: bool) -> Tensor:
     """Host memory for blocks (num_blocks, ...) of a storage. Unpinned memory is committed at the first write."""
     shape = (num_blocks, *storage.by_block.shape[1:])
     dtype = storage.data.dtype
@@ -50,7 +52,7 @@ def host_blocks(storage: Storage, num_blocks: int, *, pinned: bool) -> Tensor:
 class PlainPool:
     """Host pool beside a CPU device: synchronous copies."""
 
-    def __init__(self, storage: Storage, num_blocks: int, clock: Callable[[], float]) -> None:
+    def __init__(self, storage: Blocks, num_blocks: int, clock: Callable[[], float]) -> None:
         self._device = storage.by_block
         self._host = host_blocks(storage, num_blocks, pinned=False)
         self._clock = clock
@@ -74,7 +76,7 @@ class PlainPool:
 class StreamedPool:
     """Host pool beside a GPU: pinned memory, with copies on a stream of their own."""
 
-    def __init__(self, storage: Storage, num_blocks: int, stream: torch.cuda.Stream) -> None:
+    def __init__(self, storage: Blocks, num_blocks: int, stream: torch.cuda.Stream) -> None:
         self._storage = storage
         self._host = host_blocks(storage, num_blocks, pinned=True)
         self._stream = stream
@@ -99,7 +101,7 @@ class StreamedPool:
     def swap_in(self, pairs: Pairs) -> Swap:
         """See HostPool."""
         sources, targets = _sorted(pairs, by=0)
-        data, axis = self._storage.data, self._storage.block_axis
+        data, blocks = self._storage.data, self._storage.by_block
         self._stream.wait_stream(torch.cuda.current_stream(data.device))  # which may still use these blocks
         with torch.cuda.stream(self._stream):
             began = _now()
@@ -107,7 +109,7 @@ class StreamedPool:
                 staged = torch.empty((len(sources[some]), *self._host.shape[1:]), dtype=data.dtype, device=data.device)
                 for i, first, length in _runs(sources[some]):
                     staged[i : i + length].copy_(self._host[first : first + length], non_blocking=True)
-                data.index_copy_(axis, to_device(targets[some], data.device), staged.movedim(0, axis))
+                blocks.index_copy_(0, to_device(targets[some], data.device), staged)
             ended = _now()
         return _swap(began, ended)
 

@@ -12,6 +12,7 @@ from quire.kernels.contract import Kernels, Rotation, Scheme
 from quire.layers.context import ForwardContext
 from quire.layers.linear import Linear
 from quire.layers.norm import LayerNorm, Norm, NormKind, make_norm
+from quire.weights.latent import Latent
 
 # norms of queries and keys; "head": over each head, with one weight for all; "each": over each head, with a weight per
 # head; "projection": over all heads together
@@ -32,11 +33,13 @@ class AttentionConfig:
     qk_norm_bias: bool
     qk_norm_first: bool  # whether queries and keys are normalised before they are rotated, not after
     gate: Gate
+    gate_in_queries: bool  # whether the gate's factors are rows of the fused parameter, behind the queries
     v_norm: bool  # whether each head of values is normalised, without a weight
     values_are_keys: bool  # whether values are the keys before their norm, so that there is no projection of values
     has_own_kv: bool  # whether it has keys and values, or attends to those that an earlier layer has stored
     norm: NormKind
     norm_eps: float
+    latent: Latent | None = None  # of latent attention, which has no options but sizes
 
     @property
     def num_kv_heads(self) -> int:
@@ -58,18 +61,36 @@ class AttentionConfig:
         """Factors of a token's gate."""
         return self.num_heads if self.gate.endswith(":head") else self.num_heads * self.head_dim
 
+    @property
+    def num_query_heads(self) -> int:
+        """Heads of the fused parameter before those of keys: of queries, and of a gate that is part of it."""
+        return self.num_heads * (2 if self.gate_in_queries else 1)
+
+    @property
+    def activations_per_token(self) -> int:
+        """The most activation numbers that one token needs at the same time."""
+        size = self.num_heads * self.head_dim
+        if self.latent is not None:
+            return 5 * size + 2 * self.latent.width
+        return (5 if self.gate_in_queries else 3) * size
+
 
 class Attention(nn.Module):
-    """The projections of queries, keys and values that a layer has are fused, in this order, into one parameter."""
+    """The projections of queries, keys and values that a layer has are fused, in this order, into one parameter.
+
+    The gate has a parameter of its own, or follows the queries in the fused one.
+    """
 
     def __init__(self, hidden: int, config: AttentionConfig, dtype: torch.dtype) -> None:
         super().__init__()
         self.config = config
         heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-        rows = (heads + config.num_projections * kv_heads) * head_dim
+        rows = (config.num_query_heads + config.num_projections * kv_heads) * head_dim
         self.qkv = Linear(hidden, rows, bias=config.qkv_bias, dtype=dtype)
         self.o = Linear(heads * head_dim, hidden, bias=config.o_bias, dtype=dtype)
-        self.gate = Linear(hidden, config.num_gate_factors, bias=False, dtype=dtype) if config.gate else None
+        self.gate: Linear | None = None
+        if config.gate and not config.gate_in_queries:
+            self.gate = Linear(hidden, config.num_gate_factors, bias=False, dtype=dtype)
         if config.qk_norm != "none":
             self.q_norm = self._norm(heads, dtype)
             self.k_norm = self._norm(kv_heads, dtype) if config.has_own_kv else None
@@ -104,7 +125,8 @@ class Attention(nn.Module):
         """
         config, kernels = self.config, context.kernels
         qkv = self.qkv(x, context).view(x.shape[0], -1, config.head_dim)
-        q, keys, values = qkv.tensor_split((config.num_heads, config.num_heads + config.num_kv_heads), 1)
+        ends = (config.num_heads, config.num_query_heads, config.num_query_heads + config.num_kv_heads)
+        q, gates, keys, values = qkv.tensor_split(ends, 1)
         k, v = (keys, keys if config.values_are_keys else values) if config.has_own_kv else (None, None)
         if rotation is not None and not config.qk_norm_first:
             q, k, rotation = kernels.rotate(q, rotation), None if k is None else kernels.rotate(k, rotation), None
@@ -116,9 +138,9 @@ class Attention(nn.Module):
         if query_scales is not None:
             q = kernels.multiply_add(q.flatten(1), query_scales).view(q.shape)
         out = context.attend(layer, q, k, v, rotation)
-        if self.gate is not None:
-            factors = kernels.activate(self.gate(x, context), config.gate.removesuffix(":head"))
-            out = kernels.multiply_add(out, factors)
+        if config.gate:
+            logits = gates.flatten(1) if self.gate is None else self.gate(x, context)
+            out = kernels.multiply_add(out, kernels.activate(logits, config.gate.removesuffix(":head")))
         return self.o(out, context)
 
     def _normalised(self, x: Tensor, norm: Norm | None, context: ForwardContext) -> Tensor:

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from quire.kernels.contract import Kernels
 from quire.layers.attend import Attend
+from quire.layers.recur import Recur
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -24,3 +25,4 @@ class ForwardContext:
     attend: Attend
     positions: Tensor  # int64 (num_tokens,); empty for heads, which need none
     adapters: AdapterRows | None = None  # None: no token has an adapter
+    recur: Recur | None = None  # None: the model has no layers with a recurrence

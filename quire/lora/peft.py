@@ -14,6 +14,7 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
+from torch.nn.functional import pad
 
 from quire.core.adapter import Adapter
 from quire.cost.memory_plan import format_bytes
@@ -69,6 +70,8 @@ class _Matrices:
     def num_bytes(self, dtype: str) -> int:
         """See `low_rank_bytes`."""
         rows, columns = _rows_and_columns(self.place)
+        if latent := self.place.latent:
+            rows, columns = latent.expanded_shape(rows)
         itemsize = self.dtype(dtype).itemsize
         return low_rank_bytes(self.rank, rows, columns, itemsize, has_bias=_BIAS in self.names)
 
@@ -158,6 +161,9 @@ def load_adapter(
         kept, order = one.dtype(dtype), list(one.place.row_order)
         a, b = (_converted(tensors, one.names[part], kept, file) for part in (_A, _B))
         bias = _converted(tensors, one.names[_BIAS], kept, file) if _BIAS in one.names else None
+        if latent := one.place.latent:
+            a, b = pad(a, (0, latent.shared_dim)), latent.whole(b)
+            bias = None if bias is None else latent.whole(bias[:, None]).flatten()
         if order:
             b, bias = b[order], None if bias is None else bias[order]
         found.setdefault(one.place.parameter, []).append(LowRank(a, b, one.place.start, one.scale, bias))

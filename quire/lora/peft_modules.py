@@ -11,10 +11,11 @@ from quire.models.description import ModelDescription
 from quire.weights.placement import Placement
 
 _OUTER = ("", "model.language_model.", "model.text_model.", "language_model.")  # of the text model in a multimodal one
-_INNER = ("", "model.decoder.", "model.", "decoder.", "transformer.", "gpt_neox.")
+_INNER = ("", "model.decoder.", "model.", "decoder.", "transformer.", "gpt_neox.", "backbone.")
 _HEAD = "lm_head"
 _ROUTERS = ("mlp.gate", "mlp.router")
 _SHARED = ("mlp.shared_experts.", "mlp.shared_expert.")
+_DECAYS = (".self_attn.f_", ".self_attn.forget_gate.f_")  # in checkpoints of Kimi Linear, and in transformers
 _EMBEDDINGS = ("embed", "positions", "layer_inputs")  # parameters
 _CLASS_HEAD = "class_head"
 
@@ -60,6 +61,8 @@ class Products:
             yield from (short.removesuffix(names.router) + router for router in _ROUTERS)
         elif ".shared." in parameter:
             yield from (short.replace(names.shared, shared) for shared in _SHARED)
+        elif ".recurrence." in parameter:
+            yield short.replace(_DECAYS[0], _DECAYS[1])
 
     def _why_unknown(self, module: str) -> str:
         last = module.rpartition(".")[2]

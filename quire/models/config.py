@@ -10,16 +10,19 @@ from quire.layers.attend import ScoreScaling
 from quire.layers.attention import AttentionConfig, Gate, QKNorm
 from quire.layers.experts import ExpertsConfig
 from quire.layers.norm import NormKind
+from quire.layers.recurrence import RecurrenceConfig
 from quire.layers.rope import QueryScaling, Rope
+from quire.weights.latent import Latent
 
-# How a layer arranges its norms and its two branches, attention and MLP:
+# How a layer arranges its norms and its two branches, attention (or a recurrence in its place) and MLP:
 # pre           h += attention(norm(h)); h += mlp(norm(h))
 # both          h += norm(attention(norm(h))); h += norm(mlp(norm(h)))
 # branch        h += norm(attention(h)); h += norm(mlp(h))
 # post          h = norm(h + attention(h)); h = norm(h + mlp(h))
 # parallel      h += attention(n) + mlp(n), n = norm(h)
 # parallel_two  h += attention(norm(h)) + mlp(another norm(h))
-Order = Literal["pre", "both", "branch", "post", "parallel", "parallel_two"]
+# single        h += attention(norm(h)), or h += mlp(norm(h)): a layer has one of the two
+Order = Literal["pre", "both", "branch", "post", "parallel", "parallel_two", "single"]
 
 
 _NORMS: Mapping[Order, tuple[str, ...]] = MappingProxyType(
@@ -30,6 +33,7 @@ _NORMS: Mapping[Order, tuple[str, ...]] = MappingProxyType(
         "post": ("attn_out_norm", "mlp_out_norm"),
         "parallel": ("attn_norm",),
         "parallel_two": ("attn_norm", "mlp_norm"),
+        "single": ("attn_norm",),
     }
 )
 
@@ -38,12 +42,14 @@ _NORMS: Mapping[Order, tuple[str, ...]] = MappingProxyType(
 class LayerConfig:
     """Configuration that may differ between layers."""
 
-    mixer: AttentionConfig
-    kv_layer: int  # number of the KV layer to which it attends, of those that layers with own KV are
+    mixer: AttentionConfig | RecurrenceConfig | None
+    kv_layer: int  # number of the KV layer to which it attends, of those that layers with own KV are; -1: it does not
+    state_layer: int  # number among the layers with a recurrence; -1: it has none
     mlp_factor: int  # of the intermediate size of its MLP
     rope: int | None  # index into the decoder's ropes; None: no rotary embedding
     score_scaling: ScoreScaling
     has_experts: bool  # whether it has experts instead of an MLP
+    has_mlp: bool  # whether it has an MLP or experts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +77,8 @@ class DecoderConfig:
     qk_norm_bias: bool = False
     qk_norm_first: bool = True  # whether queries and keys are normalised before they are rotated, not after
     attention_gate: Gate = ""
+    gate_in_queries: bool = False  # whether the gate is part of the query projection: see AttentionConfig
+    latent: Latent | None = None  # sizes of latent attention, which give head_dim
     v_norm: bool = False  # whether each head of values is normalised, without a weight
     qkv_bias: bool = False
     o_bias: bool = False
@@ -114,9 +122,21 @@ class DecoderConfig:
             qk_norm_bias=self.qk_norm_bias,
             qk_norm_first=self.qk_norm_first,
             gate=self.attention_gate,
+            gate_in_queries=self.gate_in_queries,
             norm=self.norm,
             norm_eps=self.norm_eps,
+            latent=self.latent,
         )
+
+    @property
+    def attentions(self) -> tuple[AttentionConfig, ...]:
+        """The attention blocks of the layers that attend."""
+        return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, AttentionConfig))
+
+    @property
+    def recurrences(self) -> tuple[RecurrenceConfig, ...]:
+        """The recurrences of the other layers."""
+        return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, RecurrenceConfig))
 
     @property
     def activations_per_token(self) -> int:
@@ -127,7 +147,8 @@ class DecoderConfig:
         if experts is not None:
             widest = max(widest, experts.per_token * experts.intermediate_size + experts.shared_intermediate_size)
             hidden += 2 * experts.per_token * self.hidden_size  # a row of x and a result for each expert
-        return hidden + 3 * widest + 3 * max(layer.mixer.num_heads * layer.mixer.head_dim for layer in self.layers)
+        mixers = [layer.mixer.activations_per_token for layer in self.layers if layer.mixer is not None]
+        return hidden + 3 * widest + max(mixers)
 
 
 # order of rows in a fused query, key and value projection; "plain": all queries, all keys, all values; "grouped": per
@@ -164,6 +185,21 @@ class TensorNames:
     v_norm: str = "self_attn.v_norm"  # a constant in some files
     attention_gate: str = "self_attn.gate_proj"
     o: str = "self_attn.o_proj"
+    latent: str = "self_attn.kv_a_proj_with_mqa"  # these three: of latent attention
+    latent_norm: str = "self_attn.kv_a_layernorm"
+    latent_expand: str = "self_attn.kv_b_proj"
+    recurrence: str = "linear_attn."  # precedes those of a recurrence
+    # of a recurrence that has projections of gates; one name: fused, with the rows of each key head together
+    recurrence_inputs: tuple[str, ...] = ("in_proj_qkv", "in_proj_z")
+    recurrence_gates: tuple[str, ...] = ("in_proj_b", "in_proj_a")
+    decay_gates: str = "f_b_proj"
+    output_gates: str = "g_b_proj"
+    convs: tuple[str, ...] = ("conv1d",)  # or three: of queries, keys and values
+    decay: str = "A_log"
+    time_bias: str = "dt_bias"
+    skip: str = "D"
+    recurrence_norm: str = "norm"
+    recurrence_out: str = "out_proj"
     up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")  # or one name, fused or of an MLP without a gate
     down: str = "mlp.down_proj"
     xielu: tuple[str, str, str, str] = ("mlp.act_fn.alpha_p", "mlp.act_fn.alpha_n", "mlp.act_fn.beta", "mlp.act_fn.eps")

@@ -31,6 +31,7 @@ class ConfigField:
     is_each: bool = False  # whether an integer may also be a list of it, one for each layer
     letters: str = ""  # two letters if an integer n may also be spelled as n - 1 times the first and the second
     is_first: bool = False  # whether the first present one of `names` counts, whatever the others are
+    allows_auto: bool = False  # whether "auto" means the default
 
 
 # These functions return a ConfigField in the place of a value, so their return type is Any.
@@ -45,10 +46,20 @@ def integer(
     is_each: bool = False,
     letters: str = "",
     is_first: bool = False,
+    allows_auto: bool = False,
 ) -> Any:  # noqa: ANN401
     """An integer from `least` to `most`; `is_each`: also [8, 8] for 8; with letters "LG" also "LLLG" for 4."""
     return ConfigField(
-        names, int, default, null=null, least=least, most=most, is_each=is_each, letters=letters, is_first=is_first
+        names,
+        int,
+        default,
+        null=null,
+        least=least,
+        most=most,
+        is_each=is_each,
+        letters=letters,
+        is_first=is_first,
+        allows_auto=allows_auto,
     )
 
 
@@ -187,7 +198,8 @@ class Fields:
         if read.letters and isinstance(spelled := self.values.get(name), str):
             return self._length(name, spelled, read.letters)
         if read.kind is int and read.value_map is None:
-            return self.integer(*read.names, default=read.default, least=read.least, most=read.most)
+            these = Fields({}, self.path) if read.allows_auto and self.values.get(name) == "auto" else self
+            return these.integer(*read.names, default=read.default, least=read.least, most=read.most)
         if read.kind is list:
             return self._all_of(name, int, "integers")
         if read.kind is tuple:

@@ -14,8 +14,10 @@ from quire.layers.experts import ExpertsConfig
 from quire.layers.rope import Rope
 from quire.models.config import DecoderConfig, LayerConfig
 from quire.models.config_fields import Fields, names_read
-from quire.models.family import MAX_PARTS, Family, FullRule, SharingRule, SparseRule, WindowRule
+from quire.models.family import MAX_PARTS, Family, FullRule, InnerSizeRule, SharingRule, SparseRule, WindowRule
+from quire.models.recurrence_config import Mixers, listed_kinds, read_mixers, with_nested
 from quire.models.rope_config import ContextLengths, HeadDims, RopeRule, Ropes, read_ropes
+from quire.weights.latent import Latent
 
 _MOST_HEAD_DIM = 1024
 
@@ -27,12 +29,15 @@ def _is_false(value: object) -> bool:
 # unsupported fields that change the output, each with a test of its value
 UNSUPPORTED: Mapping[str, Callable[[object], bool]] = MappingProxyType(
     {
-        **dict.fromkeys(("quantization_config", "clip_qkv"), lambda value: value is not None),
+        **dict.fromkeys(("quantization_config", "clip_qkv", "q_lora_rank"), lambda value: value is not None),
         **dict.fromkeys(("alibi", "add_cross_attention", "use_cla"), bool),
         **dict.fromkeys(("moe_apply_router_weight_on_input", "moe_router_logit_softcapping"), bool),
         **dict.fromkeys(("swa_attention_sink_enabled", "post_norm"), bool),
-        **dict.fromkeys(("is_causal", "layer_norm_elementwise_affine", "moe_router_use_sigmoid"), _is_false),
+        **dict.fromkeys(
+            ("is_causal", "layer_norm_elementwise_affine", "moe_router_use_sigmoid", "mla_use_nope"), _is_false
+        ),
         **dict.fromkeys(("score_func", "moe_router_score_func"), lambda value: value not in (None, "sigmoid")),
+        "mamba_hidden_act": lambda value: value not in (None, "silu", "swish"),  # behind the convolution
         "use_bidirectional_attention": lambda value: value not in (None, False, "vision"),  # "vision": of images
     }
 )
@@ -89,6 +94,8 @@ def decoder_config(family: Family, fields: Fields, longest: int | None) -> Decod
 
     Raises ModelError with the name of the wrong field.
     """
+    if family.recurrence is not None:
+        fields = with_nested(fields, fields.resolve(family.recurrence.nested))
     for name, changes_output in UNSUPPORTED.items():
         value = fields.values.get(name)
         if changes_output(value):
@@ -99,15 +106,20 @@ def decoder_config(family: Family, fields: Fields, longest: int | None) -> Decod
             raise fields.error(f"{name} = {value!r:.80} is not supported for this architecture; it changes results")
     names, family = family, fields.resolve(family)
     experts = family.config.experts if family.sparse.used else None
-    config = _with_derived_sizes(replace(family.config, experts=experts), fields)
+    config = _with_derived_sizes(replace(family.config, experts=experts), family.inner_size, fields)
     if config.experts is not None and names.config.experts is not None:
         _check_experts(config.experts, names.config.experts, fields)
-    windows = _windows(fields, family.windows, config.num_layers)
+    if family.recurrence is None or names.recurrence is None:
+        windows = _windows(fields, family.windows, config.num_layers)
+        mixers = Mixers((True,) * config.num_layers, (None,) * config.num_layers)
+    else:
+        windows = (0,) * config.num_layers
+        mixers = read_mixers(fields, family.recurrence, names.recurrence, config)
     if family.rope is None:
         if fields.values.get("rope_scaling") or fields.values.get("rope_parameters"):
             raise fields.error("rope_scaling is not supported for this architecture, which has no rotary embedding")
         kinds = _kv_kinds(config, family.full, fields, windows)
-        return replace(config, layers=_layers(config, family, fields, kinds, ropes=None))
+        return replace(config, layers=_layers(config, family, fields, kinds, mixers, ropes=None))
     kinds = _kv_kinds(config, family.full, fields, windows)
     head_dims = [{kind.head_dim for kind in kinds if bool(kind.span) == is_window} for is_window in (False, True)]
     if any(len(dims) > 1 for dims in head_dims):
@@ -117,34 +129,67 @@ def decoder_config(family: Family, fields: Fields, longest: int | None) -> Decod
     return replace(
         config,
         max_positions=ropes.max_positions,
-        layers=_layers(config, family, fields, kinds, ropes),
+        layers=_layers(config, family, fields, kinds, mixers, ropes),
         ropes=_distinct_ropes(ropes),
         query_scaling=ropes.query_scaling,
     )
 
 
-def _with_derived_sizes(config: DecoderConfig, fields: Fields) -> DecoderConfig:
+def _with_derived_sizes(config: DecoderConfig, rule: InnerSizeRule, fields: Fields) -> DecoderConfig:
     """The config with sizes that config.json omits derived from others."""
     heads, kv_heads = config.num_heads, config.num_kv_heads or config.num_heads
     if heads % kv_heads:
         raise fields.error(f"num_attention_heads ({heads}) must be a multiple of num_key_value_heads ({kv_heads})")
     head_dim = config.head_dim or config.hidden_size // heads
+    if config.latent is not None:
+        head_dim = _checked_latent(config.latent, heads, kv_heads, fields).head_dim
     if not 1 <= head_dim <= _MOST_HEAD_DIM:
         raise fields.error(f"a head must have 1 to {_MOST_HEAD_DIM} dimensions, not {head_dim}")
+    inner = config.intermediate_size or 4 * config.hidden_size
+    if rule.used:
+        inner = 2 * inner // 3
+        if rule.multiplier:
+            inner = -(-int(rule.multiplier * inner) // rule.multiple_of) * rule.multiple_of
     return replace(
         config,
+        num_layers=config.num_layers or _num_listed_layers(fields),
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        intermediate_size=config.intermediate_size or 4 * config.hidden_size,
+        intermediate_size=inner,
         embed_size=0 if config.embed_size == config.hidden_size else config.embed_size,
         embed_scale=config.embed_scale or math.sqrt(config.hidden_size),
     )
+
+
+def _checked_latent(latent: Latent, heads: int, kv_heads: int, fields: Fields) -> Latent:
+    if kv_heads != heads:
+        raise fields.error(
+            f"num_key_value_heads ({kv_heads}) must be num_attention_heads ({heads}): each head of latent attention "
+            "has keys and values of its own"
+        )
+    if latent.value_dim > latent.head_dim:
+        raise fields.error(
+            f"v_head_dim ({latent.value_dim}) is above the {latent.head_dim} numbers of a key (qk_nope_head_dim and "
+            "qk_rope_head_dim), as which values are kept"
+        )
+    return latent
+
+
+def _num_listed_layers(fields: Fields) -> int:
+    """The number of layers of a config that only lists their kinds."""
+    name, listed = listed_kinds(fields)
+    if not 0 < len(listed) <= MAX_PARTS:
+        missing = "num_hidden_layers is missing, and so are the kinds of layers"
+        raise fields.error(f"{name} lists {len(listed)} layers, more than {MAX_PARTS}" if listed else missing)
+    return len(listed)
 
 
 def _check_experts(experts: ExpertsConfig, names: ExpertsConfig, fields: Fields) -> None:
     """Raise ModelError if a token cannot have its number of experts. names: the ConfigFields of `experts`."""
     routing, number = experts.routing, experts.num_experts
     per_token = f"{fields.name_of(names.per_token)} ({experts.per_token})"
+    if experts.per_token < 1:
+        raise fields.error(f"{fields.name_of(names.per_token)} must be at least 1, not {experts.per_token}")
     if experts.per_token > number:
         raise fields.error(f"{per_token} is above {fields.name_of(names.num_experts)} ({number})")
     if routing.num_groups == 1:
@@ -207,7 +252,12 @@ def _kv_kinds(
 
 
 def _layers(
-    config: DecoderConfig, family: Family, fields: Fields, kinds: tuple[StoredKind, ...], ropes: Ropes | None
+    config: DecoderConfig,
+    family: Family,
+    fields: Fields,
+    kinds: tuple[StoredKind, ...],
+    mixers: Mixers,
+    ropes: Ropes | None,
 ) -> tuple[LayerConfig, ...]:
     num_layers, windows = config.num_layers, tuple(kind.span for kind in kinds)
     rotated = (
@@ -222,12 +272,19 @@ def _layers(
         rope = None
         if ropes is not None and rotated[index]:
             rope = _distinct_ropes(ropes).index(ropes.window if kind.span else ropes.full)
+        scaling = ScoreScaling(scale, family.softcap)
+        has_mlp = config.order != "single" or not (mixers.attends[index] or mixers.recurrences[index])
+        if not mixers.attends[index]:
+            recurrence = mixers.recurrences[index]
+            state = -1 if recurrence is None else sum(one is not None for one in mixers.recurrences[:index])
+            layers.append(LayerConfig(recurrence, -1, state, 1, None, scaling, sparse[index], has_mlp))
+            continue
         is_own = source == index
         values_are_keys = is_own and family.full.values_are_keys and not kind.span
         mixer = config.attention(heads[index], kind, values_are_keys=values_are_keys, has_own_kv=is_own)
-        scaling = ScoreScaling(scale, family.softcap)
         mlp_factor = 1 if is_own else family.sharing.mlp_factor
-        layers.append(LayerConfig(mixer, source, mlp_factor, rope, scaling, sparse[index]))
+        kv_layer = sum(mixers.attends[:source])
+        layers.append(LayerConfig(mixer, kv_layer, -1, mlp_factor, rope, scaling, sparse[index], has_mlp))
     return tuple(layers)
 
 
@@ -259,6 +316,8 @@ def _rotated_layers(fields: Fields, rope: RopeRule, rule: WindowRule, windows: t
     """Which layers have a rotary embedding."""
     if rope.layers == "all" or (rope.layers == "window_if_any" and not rule.size):
         return [True] * len(windows)
+    if rope.layers == "none":
+        return [False] * len(windows)
     if rope.layers != "listed":
         return [window > 0 for window in windows]
     if not rope.listed:

@@ -1,4 +1,4 @@
-"""The shared decoder of all families: embedding, layers of attention and MLP, head.
+"""The shared decoder of all families: embedding, layers of attention or a recurrence and of an MLP, head.
 
 The context of a forward pass has the attention function and the kernels. The decoder has no access to the KV cache.
 """
@@ -11,12 +11,14 @@ from torch import Tensor, nn
 
 from quire.kernels.contract import Kernels, Rotation
 from quire.layers.attend import ScoreScaling
-from quire.layers.attention import Attention
+from quire.layers.attention import Attention, AttentionConfig
 from quire.layers.context import ForwardContext
 from quire.layers.experts import Experts, MLPAndExperts
+from quire.layers.latent_attention import LatentAttention
 from quire.layers.linear import Embedding, Linear
 from quire.layers.mlp import MLP
 from quire.layers.norm import NoNorm, Norm, make_norm
+from quire.layers.recurrence import Recurrence
 from quire.models.config import DecoderConfig
 from quire.weights.schemes import NO_SCHEMES, Schemes
 
@@ -55,17 +57,25 @@ class LayerInput(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """One layer: attention, MLP or experts, and the norms of its `Order`."""
+    """One layer: attention or a recurrence, MLP or experts, and the norms of its `Order`."""
 
     def __init__(self, config: DecoderConfig, index: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.index = index
-        self.kv_layer = config.layers[index].kv_layer
-        self.rope = config.layers[index].rope
+        layer = config.layers[index]
+        self.kv_layer = layer.kv_layer
+        self.state_layer = layer.state_layer
+        self.rope = layer.rope
         self.order = config.order
         self.residual_scale = config.residual_scale
-        self.attention = Attention(config.hidden_size, config.layers[index].mixer, dtype)
-        self.mlp = _mlp(config, index, dtype)
+        self.attention: Attention | LatentAttention | None = None
+        self.recurrence: Recurrence | None = None
+        if isinstance(layer.mixer, AttentionConfig):
+            kind = Attention if layer.mixer.latent is None else LatentAttention
+            self.attention = kind(config.hidden_size, layer.mixer, dtype)
+        elif layer.mixer is not None:
+            self.recurrence = Recurrence(config.hidden_size, layer.mixer, dtype)
+        self.mlp = _mlp(config, index, dtype) if layer.has_mlp else None
         self.attn_norm = self._norm("attn_norm", config, dtype)
         self.attn_out_norm = self._norm("attn_out_norm", config, dtype)
         self.mlp_norm = self._norm("mlp_norm", config, dtype)
@@ -84,8 +94,10 @@ class DecoderLayer(nn.Module):
 
         x and residual are (num_tokens, hidden_size). Each residual sum is fused with the norm after it.
         """
-        turned = None if self.rope is None else inputs.rotations[self.rope]
-        branch = self.attention(self.kv_layer, x, turned, context, inputs.query_scales)
+        if self.order == "single":
+            branch = self._mixer(x, inputs, context) if self.mlp is None else self._mlp(x, residual, context)
+            return next_norm.add_and_norm(self._scaled(branch, context), residual, context)
+        branch = self._mixer(x, inputs, context)
         if self.order.startswith("parallel"):
             y = x if self.order == "parallel" else self.mlp_norm(residual, context)
             both = context.kernels.multiply_add(branch, 1.0, self._mlp(y, residual, context))
@@ -106,7 +118,15 @@ class DecoderLayer(nn.Module):
             residual = context.kernels.multiply_add(residual, self.scale)
         return next_norm(residual, context), residual
 
+    def _mixer(self, x: Tensor, inputs: LayerInputs, context: ForwardContext) -> Tensor:
+        if self.recurrence is not None:
+            return self.recurrence(self.state_layer, x, context)
+        assert self.attention is not None, "a layer has attention or a recurrence"
+        turned = None if self.rope is None else inputs.rotations[self.rope]
+        return self.attention(self.kv_layer, x, turned, context, inputs.query_scales)
+
     def _mlp(self, x: Tensor, residual: Tensor, context: ForwardContext) -> Tensor:
+        assert self.mlp is not None, "a layer of this order has an MLP"
         return self.mlp(x, context, residual) if isinstance(self.mlp, MLPAndExperts) else self.mlp(x, context)
 
     def _scaled(self, branch: Tensor, context: ForwardContext) -> Tensor:
@@ -152,14 +172,22 @@ class Decoder(nn.Module):
     @property
     def score_scaling(self) -> tuple[ScoreScaling, ...]:
         """See Model."""
-        return tuple(layer.score_scaling for layer in self.config.layers if layer.mixer.has_own_kv)
+        return tuple(
+            layer.score_scaling
+            for layer in self.config.layers
+            if isinstance(layer.mixer, AttentionConfig) and layer.mixer.has_own_kv
+        )
 
     def use_kernel_layout(self, kernels: Kernels, schemes: Schemes = NO_SCHEMES) -> None:
         """Replace the weights of products, before they are loaded, by weights in the layout of `kernels`."""
         for layer in cast(list[DecoderLayer], list(self.layers)):
-            attention, place = layer.attention, f"layers.{layer.index}."
-            attention.use_kernel_layout(kernels, schemes, f"{place}attention.")
-            layer.mlp.use_kernel_layout(kernels, schemes, f"{place}mlp.")
+            place = f"layers.{layer.index}."
+            if layer.attention is not None:
+                layer.attention.use_kernel_layout(kernels, schemes, f"{place}attention.")
+            if layer.recurrence is not None:
+                layer.recurrence.use_kernel_layout(kernels, schemes, f"{place}recurrence.")
+            if layer.mlp is not None:
+                layer.mlp.use_kernel_layout(kernels, schemes, f"{place}mlp.")
             if layer.input is not None:
                 layer.input.use_kernel_layout(kernels)
         if self.head is not None:

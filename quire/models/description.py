@@ -16,9 +16,11 @@ import torch
 
 from quire.config import Classification
 from quire.core.kv_groups import StoredKind
+from quire.core.states import StateKind
 from quire.errors import ModelError, RequestError, nearest
 from quire.kernels.contract import DTYPES, Scheme
-from quire.models import gpt_like, llama_like, mixtures
+from quire.layers.attention import AttentionConfig
+from quire.models import gpt_like, hybrids, llama_like, mixtures
 from quire.models.classification import CLASSIFIERS, is_classifier, read_classification
 from quire.models.config import DecoderConfig, TensorNames
 from quire.models.config_fields import Fields
@@ -70,6 +72,14 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "HYV3ForCausalLM": mixtures.HY3,
         "AfmoeForCausalLM": mixtures.TRINITY,
         "LagunaForCausalLM": mixtures.LAGUNA,
+        "Qwen3NextForCausalLM": hybrids.QWEN3_NEXT,
+        "Qwen3_5ForCausalLM": hybrids.QWEN3_5,
+        "Qwen3_5MoeForCausalLM": hybrids.QWEN3_5_MOE,
+        "Lfm2ForCausalLM": hybrids.LFM2,
+        "Lfm2MoeForCausalLM": hybrids.LFM2_MOE,
+        "GraniteMoeHybridForCausalLM": hybrids.GRANITE_HYBRID,
+        "NemotronHForCausalLM": hybrids.NEMOTRON_H,
+        "KimiLinearForCausalLM": hybrids.KIMI_LINEAR,
         "GPT2LMHeadModel": gpt_like.GPT2,
         "OPTForCausalLM": gpt_like.OPT,
         "GPTNeoXForCausalLM": gpt_like.NEOX,
@@ -91,6 +101,10 @@ BASE_MODELS: Mapping[str, str] = MappingProxyType(
         "Gemma3TextModel": "Gemma3ForCausalLM",
         "Gemma4Model": "",
         "Gemma4TextModel": "Gemma4ForCausalLM",
+        "Qwen3_5Model": "",
+        "Qwen3_5TextModel": "Qwen3_5ForCausalLM",
+        "Qwen3_5MoeModel": "",
+        "Qwen3_5MoeTextModel": "Qwen3_5MoeForCausalLM",
     }
 )
 # architecture in a published config.json -> its name in transformers
@@ -144,6 +158,14 @@ MODEL_TYPES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "MixtralForCausalLM": ("mixtral",),
         "Qwen2MoeForCausalLM": ("qwen2_moe",),
         "Qwen3MoeForCausalLM": ("qwen3_moe",),
+        "Qwen3NextForCausalLM": ("qwen3_next",),
+        "Qwen3_5ForCausalLM": ("qwen3_5_text",),
+        "Qwen3_5MoeForCausalLM": ("qwen3_5_moe_text",),
+        "Lfm2ForCausalLM": ("lfm2",),
+        "Lfm2MoeForCausalLM": ("lfm2_moe",),
+        "GraniteMoeHybridForCausalLM": ("granitemoehybrid",),
+        "NemotronHForCausalLM": ("nemotron_h",),
+        "KimiLinearForCausalLM": ("kimi_linear",),
         "GPT2LMHeadModel": ("gpt2",),
         "OPTForCausalLM": ("opt",),
         "GPTNeoXForCausalLM": ("gpt_neox",),
@@ -262,7 +284,12 @@ class ModelDescription:
     @property
     def kv_layers(self) -> tuple[StoredKind, ...]:
         """See Description."""
-        return tuple(layer.mixer.kv for layer in self.config.layers if layer.mixer.has_own_kv)
+        return tuple(mixer.kv for mixer in self.config.attentions if mixer.has_own_kv)
+
+    @property
+    def state_layers(self) -> tuple[StateKind, ...]:
+        """See Description."""
+        return tuple(mixer.kind for mixer in self.config.recurrences)
 
     @property
     def num_parameters(self) -> int:
@@ -292,12 +319,21 @@ class ModelDescription:
             rows, columns = (columns, rows) if place.transposed else (rows, columns)
             return math.prod(stack) * scheme.num_bytes(rows, columns)
         kept = "float32" if place.offset or place.is_float32 else dtype
-        return math.prod(place.read_shape) * DTYPES[kept].itemsize
+        shape = place.read_shape if place.latent is None else place.latent.expanded_shape(place.shape[0])
+        return math.prod(shape) * DTYPES[kept].itemsize
 
     @cached_property
     def weight_map(self) -> Mapping[str, Placement]:
         """The weight map: checkpoint name -> Placement."""
         return build_weight_map(self.config, self.names)
+
+    @property
+    def skipped(self) -> str:
+        """What the checkpoint has of other parts, in words; "" if there is nothing."""
+        if isinstance(self.checkpoint, TextCheckpoint):
+            return self.checkpoint.skipped
+        drafts = [name for name in self.checkpoint.tensors if name.startswith(self.names.ignored_prefixes)]
+        return f"{len(drafts)} tensors of layers for drafts are not read" if drafts else ""
 
     def is_redundant(self, name: str) -> bool:
         """Whether a tensor without a Placement can be ignored, because it is derived from others."""
@@ -306,7 +342,7 @@ class ModelDescription:
         unused = tuple(  # keys and values of layers that attend to those of another layer
             f"{names.prefix}{names.layer.format(index)}{source}."
             for index, layer in enumerate(self.config.layers)
-            if not layer.mixer.has_own_kv
+            if isinstance(layer.mixer, AttentionConfig) and not layer.mixer.has_own_kv
             for source in (*names.qkv[1:], names.k_norm, names.v_norm)
         )
         if name.startswith((*extra, *unused, *names.ignored_prefixes)) or name.endswith(names.ignored_suffixes):
@@ -339,6 +375,8 @@ def describe(source: Checkpoint | Path, *, max_model_len: int | None = None) -> 
     names = replace(names, prefix=_prefix(names, checkpoint))
     names = replace(names, transposed_stacks=_has_transposed_stacks(names, config, checkpoint))
     names = replace(names, is_stacked=names.is_stacked or _has_stacks(names, checkpoint))
+    if _has_split_inputs(names, checkpoint):
+        names = replace(names, recurrence_inputs=TensorNames().recurrence_inputs)
     if not _has_fused_shared(names, checkpoint):
         names = replace(names, shared_up=TensorNames().shared_up)
     classification = read_classification(fields) if architecture in CLASSIFIERS else None
@@ -409,6 +447,12 @@ def _has_own_head(names: TensorNames, checkpoint: Checkpoint) -> bool:
 def _has_stacks(names: TensorNames, checkpoint: Checkpoint) -> bool:
     """Whether the experts of a layer are one tensor in the checkpoint."""
     return any(name.endswith(names.stacked_up) for name in checkpoint.tensors)
+
+
+def _has_split_inputs(names: TensorNames, checkpoint: Checkpoint) -> bool:
+    """Whether inputs and output gate of a recurrence are two tensors in the checkpoint, as in GGUF files."""
+    split = f".{names.recurrence}{TensorNames().recurrence_inputs[0]}.weight"
+    return any(name.endswith(split) for name in checkpoint.tensors)
 
 
 def _has_fused_shared(names: TensorNames, checkpoint: Checkpoint) -> bool:

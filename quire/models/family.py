@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from quire.models.config import DecoderConfig, TensorNames
 from quire.models.config_fields import choice, flag, integer, number
+from quire.models.recurrence_config import RecurrenceRule
 from quire.models.rope_config import RopeRule
 
 
@@ -54,6 +55,15 @@ class SharingRule:
     mlp_factor: int = 1  # of their intermediate size
 
 
+@dataclass(frozen=True, slots=True)
+class InnerSizeRule:
+    """An intermediate size that is 2/3 of the field (LFM2), times a multiplier, up to a multiple of a number."""
+
+    used: bool = False
+    multiplier: float = 1.0  # 0: no multiplier and no multiple
+    multiple_of: int = 1
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """An architecture. `config` has no layers and ropes; they are derived from the rules in the other fields."""
@@ -65,6 +75,8 @@ class Family:
     sparse: SparseRule = SparseRule()
     full: FullRule = FullRule()
     sharing: SharingRule = SharingRule()
+    recurrence: RecurrenceRule | None = None  # None: all layers attend
+    inner_size: InnerSizeRule = InnerSizeRule()
     heads_of_layers: tuple[int, ...] = ()  # query heads of each layer; empty: all have `config.num_heads`
     scale: float = 0.0  # of attention scores; 0: 1 / sqrt(head_dim)
     scale_by_layer: bool = False  # whether the scale is divided by the layer's number, from 1

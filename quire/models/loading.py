@@ -98,6 +98,11 @@ def _load_weights(
     rest = [name for name in places if name not in kept]
     plain: Iterator[tuple[str, Tensor | QuantizedRows]] = checkpoint.read(rest, ranges)
     for name, tensor in chain(plain, checkpoint.read_codes(kept, ranges)):
+        if places[name].is_log and isinstance(tensor, Tensor) and not tensor.float().exp().isfinite().all():
+            raise ModelError(
+                f"{checkpoint.tensors[name].file}: {name} has numbers that are NaN or beyond the range of float32; "
+                "download it again"
+            )
         write_weight(tensor, weight_of(model, places[name].parameter), places[name], kernels)
         done += checkpoint.tensors[name].num_bytes
         progress(done, total)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from quire.config import Classification
 from quire.core.kv_groups import StoredKind
+from quire.core.states import StateKind
 from quire.layers.attend import ScoreScaling
 from quire.layers.context import ForwardContext
 from quire.layers.linear import Linear
@@ -55,6 +56,10 @@ class Description(Protocol):
     @property
     def kv_layers(self) -> Sequence[StoredKind]:
         """The kind of KV of each layer that has its own."""
+
+    @property
+    def state_layers(self) -> Sequence[StateKind]:
+        """The kind of recurrence of each layer that has one. All are equal."""
 
     @property
     def num_parameters(self) -> int:

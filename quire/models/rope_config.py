@@ -37,7 +37,7 @@ class RopeRule:
     )  # share of a head's dimensions that are rotated
     allows_partial: bool = False  # whether `rotary_fraction` may be less than 1
     rotary_dim: int = 0  # dimensions that are rotated; 0: by `rotary_fraction`
-    layers: Literal["all", "listed", "window", "window_if_any"] = "all"  # which have one: see `_rotated_layers`
+    layers: Literal["all", "none", "listed", "window", "window_if_any"] = "all"  # which have one: see `_rotated_layers`
     listed: tuple[int, ...] = ()  # "listed": 1 for each layer that has one, 0 for others; empty: by `interval`
     interval: int = 1  # "listed": every interval-th layer has none
     local_theta: float = 0.0  # of window layers, which then have their own entry in `rope_parameters`; 0: same

@@ -82,6 +82,8 @@ _QWEN3_VL_MOE = {
         norm_topk_prob=True,  # no field in transformers, which always normalises
     )
 }
+_QWEN3_5 = {"qwen3_5_text": _text("Qwen3_5ForCausalLM", (248320, 4096, 12288, 32, 16, 4, 32768))}
+_QWEN3_5_MOE = {"qwen3_5_moe_text": _text("Qwen3_5MoeForCausalLM", (248320, 2048, None, 40, 16, 2, 32768))}
 _GLM4V = {
     "glm4v_text": _text(
         "Glm4ForCausalLM",
@@ -106,6 +108,8 @@ TEXT_MODELS: Mapping[str, Mapping[str, TextModel]] = MappingProxyType(
         "Qwen2_5_VLForConditionalGeneration": {"qwen2_5_vl_text": _QWEN2_VL},
         "Qwen3VLForConditionalGeneration": _QWEN3_VL,
         "Qwen3VLMoeForConditionalGeneration": _QWEN3_VL_MOE,
+        "Qwen3_5ForConditionalGeneration": _QWEN3_5,
+        "Qwen3_5MoeForConditionalGeneration": _QWEN3_5_MOE,
         "LlavaForConditionalGeneration": _LLAMA | _MISTRAL | _QWEN2,
         "LlavaNextForConditionalGeneration": _LLAMA | _MISTRAL | _QWEN2,
         "LlavaOnevisionForConditionalGeneration": _QWEN2,

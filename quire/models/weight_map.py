@@ -4,11 +4,14 @@ The decoder fuses query, key and value projections into one parameter, gate and 
 weights of all experts into two. Their tensors fill slices of these.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate, pairwise
 
 from quire.layers.attention import AttentionConfig
+from quire.layers.recurrence import RecurrenceConfig
 from quire.models.config import DecoderConfig, LayerConfig, TensorNames
+from quire.weights.latent import Latent
 from quire.weights.placement import Placement
 
 Placed = Iterator[tuple[str, Placement]]
@@ -24,11 +27,10 @@ def build_weight_map(config: DecoderConfig, names: TensorNames) -> dict[str, Pla
         found |= _linear(names.class_head, "class_head", config.num_classes, config.hidden_size, bias=False)
     for index, layer in enumerate(config.layers):
         source, target = names.prefix + names.layer.format(index), f"layers.{index}."
-        rotary_dim = 0 if layer.rope is None else config.ropes[layer.rope].dim
-        blocks = [*_norms(config, names), *_attention(config, layer.mixer, names, rotary_dim)]
-        blocks += _mlp_block(
-            replace(config, intermediate_size=layer.mlp_factor * config.intermediate_size), names, layer
-        )
+        blocks = [*_norms(config, names), *_mixer(config, layer, names)]
+        if layer.has_mlp:
+            sizes = replace(config, intermediate_size=layer.mlp_factor * config.intermediate_size)
+            blocks += _mlp_block(sizes, names, layer)
         blocks += _layer_input(config, names)
         found |= {source + name: replace(place, parameter=target + place.parameter) for name, place in blocks}
     return found
@@ -71,13 +73,25 @@ def _norms(config: DecoderConfig, names: TensorNames) -> Placed:
         yield from _norm(getattr(names, norm), norm, config, (config.hidden_size,))
 
 
+def _mixer(config: DecoderConfig, layer: LayerConfig, names: TensorNames) -> Placed:
+    if isinstance(layer.mixer, RecurrenceConfig):
+        yield from _recurrence(config, layer.mixer, names)
+    elif layer.mixer is not None and layer.mixer.latent is not None:
+        yield from _latent_attention(config, layer.mixer, layer.mixer.latent, names)
+    elif layer.mixer is not None:
+        rotary_dim = 0 if layer.rope is None else config.ropes[layer.rope].dim
+        yield from _attention(config, layer.mixer, names, rotary_dim)
+
+
 def _attention(config: DecoderConfig, mixer: AttentionConfig, names: TensorNames, rotary_dim: int) -> Placed:
     q_size, kv_size = mixer.num_heads * mixer.head_dim, mixer.num_kv_heads * mixer.head_dim
-    rows = (q_size, *(kv_size,) * mixer.num_projections)
+    rows = (mixer.num_query_heads * mixer.head_dim, *(kv_size,) * mixer.num_projections)
     sources = names.qkv[: len(rows)]
     if len(names.qkv) == 1:
         rows = (sum(rows),)
     orders: tuple[tuple[int, ...], ...] = ((), (), ())
+    if mixer.gate_in_queries:
+        orders = (_ungrouped((mixer.head_dim, mixer.head_dim), mixer.num_heads), (), ())
     if names.interleaved:
         orders = (
             _deinterleaved_rows(mixer.num_heads, mixer.head_dim, rotary_dim),
@@ -85,18 +99,101 @@ def _attention(config: DecoderConfig, mixer: AttentionConfig, names: TensorNames
             (),
         )
     if names.qkv_rows == "grouped":
-        orders = (_ungrouped_rows(mixer),)
+        shared = mixer.num_heads // mixer.num_kv_heads
+        sizes = (shared * mixer.head_dim, mixer.head_dim, mixer.head_dim)
+        orders = (_ungrouped(sizes, mixer.num_kv_heads),)
     yield from _stacked(sources, "attention.qkv", rows, config.hidden_size, names, bias=mixer.qkv_bias, orders=orders)
     yield from _stacked((names.o,), "attention.o", (config.hidden_size,), q_size, names, bias=mixer.o_bias)
-    if mixer.gate:
+    if mixer.gate and not mixer.gate_in_queries:
         yield from _linear(
             names.attention_gate, "attention.gate", mixer.num_gate_factors, config.hidden_size, bias=False
         ).items()
     if mixer.qk_norm != "none":
         config = replace(config, norm_bias=mixer.qk_norm_bias)
+        orders = ((), ()) if mixer.gate_in_queries else orders
         yield from _qk_norm(names.q_norm, "attention.q_norm", config, mixer, mixer.num_heads, orders[0])
     if mixer.qk_norm != "none" and mixer.has_own_kv:
         yield from _qk_norm(names.k_norm, "attention.k_norm", config, mixer, mixer.num_kv_heads, orders[1])
+
+
+def _latent_attention(config: DecoderConfig, mixer: AttentionConfig, latent: Latent, names: TensorNames) -> Placed:
+    heads, hidden = mixer.num_heads, config.hidden_size
+    rows = (heads * mixer.head_dim, latent.width)
+    yield from _stacked((names.qkv[0], names.latent), "attention.qkv", rows, hidden, names, bias=False)
+    yield f"{names.latent_norm}.weight", Placement((latent.rank,), "attention.latent_norm.weight")
+    shape = (heads * (latent.key_dim + latent.value_dim), latent.rank)
+    yield f"{names.latent_expand}.weight", Placement(shape, "attention.expand.weight", latent=latent)
+    yield from _stacked((names.o,), "attention.o", (hidden,), heads * latent.value_dim, names, bias=False)
+
+
+def _recurrence(config: DecoderConfig, mixer: RecurrenceConfig, names: TensorNames) -> Placed:
+    kind, hidden, source = mixer.kind, config.hidden_size, names.recurrence
+    orders = _recurrence_orders(mixer, names)
+    sources = tuple(source + name for name in names.recurrence_inputs)
+    rows: tuple[int, ...] = (mixer.num_projected,)
+    channels = (kind.num_keys, kind.num_keys, kind.num_values)
+    if len(sources) == 3:
+        rows = channels
+    if len(sources) == 2:
+        rows = (kind.num_channels, kind.num_values)
+    yield from _stacked(sources, "recurrence.inputs", rows, hidden, names, bias=mixer.bias, orders=orders["inputs"])
+    if mixer.has_gate_projection:
+        sources = tuple(source + name for name in names.recurrence_gates)
+        rows = (kind.num_gates // len(sources),) * len(sources)
+        if rank := mixer.gate_rank:
+            rows = (kind.num_value_heads, rank, rank)
+            yield from _linear(
+                source + names.decay_gates, "recurrence.decay_gates", kind.num_keys, rank, bias=False
+            ).items()
+            yield from _linear(
+                source + names.output_gates, "recurrence.output_gates", kind.num_values, rank, bias=False
+            ).items()
+        yield from _stacked(sources, "recurrence.gates", rows, hidden, names, bias=False, orders=orders["gates"])
+    start = 0
+    for name, size in zip(names.convs, channels if len(names.convs) > 1 else (kind.num_channels,), strict=True):
+        conv = Placement((size, 1, kind.conv_width), "recurrence.conv_weight", start, row_order=orders["conv"][0])
+        yield f"{source}{name}.weight", conv
+        if mixer.conv_bias:
+            yield f"{source}{name}.bias", replace(conv, shape=conv.shape[:1], parameter="recurrence.conv_bias")
+        start += size
+    yield from _stacked(
+        (source + names.recurrence_out,), "recurrence.o", (hidden,), kind.num_values, names, bias=mixer.bias
+    )
+    if kind.rule != "convolution":
+        of_head = Placement((kind.num_value_heads,), "", is_float32=True)
+        decay = replace(of_head, parameter="recurrence.decay", is_log=True)
+        if kind.rule == "kda":
+            decay = replace(decay, shape=(1, 1, kind.num_value_heads, 1))
+        yield source + names.decay, decay
+        yield (
+            source + names.time_bias,
+            replace(of_head, shape=(kind.num_time_biases,), parameter="recurrence.time_bias"),
+        )
+        yield f"{source}{names.recurrence_norm}.weight", Placement((mixer.norm_size,), "recurrence.norm.weight")
+    if kind.rule == "mamba2":
+        yield source + names.skip, replace(of_head, parameter="recurrence.skip")
+
+
+def _recurrence_orders(mixer: RecurrenceConfig, names: TensorNames) -> Mapping[str, Sequence[tuple[int, ...]]]:
+    """Row orders of the tensors of the inputs, the gates and the convolution."""
+    kind = mixer.kind
+    keys, values, heads = kind.num_key_heads * kind.key_dim, kind.num_values, kind.num_value_heads
+    if kind.rule == "mamba2":  # z, values, keys, queries, gates
+        return {
+            "inputs": (_moved((values, values, keys, keys, heads), (3, 2, 1, 4, 0)),),
+            "conv": (_moved((values, keys, keys), (2, 1, 0)),),
+        }
+    none: tuple[tuple[int, ...], ...] = ((), (), ())
+    found: dict[str, Sequence[tuple[int, ...]]] = {"inputs": none, "gates": none, "conv": none}
+    if kind.rule == "convolution":
+        return found
+    shared = heads // kind.num_key_heads
+    if len(names.recurrence_inputs) == 1:
+        sizes = (kind.key_dim, kind.key_dim, shared * kind.value_dim, shared * kind.value_dim)
+        found["inputs"] = (_ungrouped(sizes, kind.num_key_heads),)
+    if len(names.recurrence_gates) == 1:
+        found["gates"] = (_ungrouped((shared, shared), kind.num_key_heads),)
+    return found
 
 
 def _stacked(
@@ -107,7 +204,7 @@ def _stacked(
     names: TensorNames,
     *,
     bias: bool,
-    orders: tuple[tuple[int, ...], ...] = ((), (), ()),
+    orders: Sequence[tuple[int, ...]] = ((), (), ()),
 ) -> Placed:
     """Projections of the same input, stacked by rows in one parameter."""
     start = 0
@@ -215,13 +312,18 @@ def _experts(config: DecoderConfig, names: TensorNames) -> Placed:
             yield from _linear(names.shared_gate, "mlp.shared_gate", 1, hidden, bias=False).items()
 
 
-def _ungrouped_rows(mixer: AttentionConfig) -> tuple[int, ...]:
-    """Row order from (num_kv_heads, queries + key + value, head_dim) to all queries, all keys, all values."""
-    shared = mixer.num_heads // mixer.num_kv_heads
-    groups = [range(kv_head * (shared + 2), (kv_head + 1) * (shared + 2)) for kv_head in range(mixer.num_kv_heads)]
-    heads = [head for group in groups for head in group[:shared]]
-    heads += [group[shared] for group in groups] + [group[shared + 1] for group in groups]
-    return tuple(row for head in heads for row in range(head * mixer.head_dim, (head + 1) * mixer.head_dim))
+def _ungrouped(sizes: Sequence[int], number: int) -> tuple[int, ...]:
+    """Row order from `number` groups, each of parts of these sizes, to all first parts, all second parts, and so on."""
+    starts, group = list(accumulate(sizes, initial=0)), sum(sizes)
+    return tuple(
+        index * group + row for start, stop in pairwise(starts) for index in range(number) for row in range(start, stop)
+    )
+
+
+def _moved(sizes: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
+    """Row order from parts of these sizes to the same parts in another order."""
+    starts = list(accumulate(sizes, initial=0))
+    return tuple(row for part in order for row in range(starts[part], starts[part + 1]))
 
 
 def _deinterleaved_rows(heads: int, head_dim: int, rotary_dim: int) -> tuple[int, ...]:

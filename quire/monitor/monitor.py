@@ -18,6 +18,8 @@ from msgspec import structs
 from quire.cache.block_pool import BlockPool
 from quire.cache.block_table import ABSENT
 from quire.cache.prefix.radix_node import Node
+from quire.cache.states import StateBlocks
+from quire.core.kv_groups import KVGroup
 from quire.monitor import blocks as block_states
 from quire.monitor.tree import TreeView, TreeViews, num_visible, visible_nodes
 from quire.monitor.update import (
@@ -46,6 +48,7 @@ _WAITS: Mapping[str, str] = MappingProxyType(
         "rows": "max_num_seqs sequences run",
         "memory": "KV blocks are short",
         "in_flight": "the first in the queue was preempted, and steps with it are in flight",
+        "state": "the first in the queue will start from a recurrent state that this step computes",
         "failure": "a step has failed, and its sequences run one by one",
         "prompt": "another sequence of the request computes the prompt",
         "constraint": "the constraint is being compiled",
@@ -287,7 +290,23 @@ class Monitor:
         codes = [self._codes_without_owners(seen.watcher, group, pool) for group, pool in enumerate(pools)]
         for group, some in enumerate(codes):
             block_states.set_owners(some, owners, [tables[seq.id][group].present for seq in running])
+        if (states := self._scheduler.cache.states) is not None:
+            live = [[] if seq.table is None or seq.table.state is None else [seq.table.state.block] for seq in running]
+            codes.append(self._codes_of_states(seen.watcher, states))
+            block_states.set_owners(codes[-1], owners, [np.array(blocks, np.intp) for blocks in live])
         return codes
+
+    def _codes_of_states(self, watcher: Watcher, states: StateBlocks) -> np.ndarray:
+        """Codes of the blocks of recurrent states, without those of running sequences that the viewer may see."""
+        cache, anchors = self._scheduler.cache, states.anchors
+        if watcher.sees_all:
+            in_flight = np.fromiter(cache.blocks_in_flight(len(cache.pools)), np.intp)
+            rest, snapshots = (in_flight, block_states.USED), list(anchors)
+        else:
+            own = {block for node in visible_nodes(cache.index, watcher) for block in node.blocks[0]}
+            rest = np.arange(states.pool.num_blocks), block_states.OTHER
+            snapshots = [block for block, anchor in anchors.items() if anchor in own]
+        return block_states.block_codes(states.pool.num_blocks, [rest, (snapshots, block_states.CACHED)])
 
     def _codes_without_owners(self, watcher: Watcher, group: int, pool: BlockPool) -> np.ndarray:
         """Codes of one group's blocks, without those of running sequences that the viewer may see."""
@@ -339,14 +358,14 @@ class Monitor:
         return [
             PoolFigures(
                 str(group.kind),
-                cache.block_size,
-                pool.num_blocks,
+                cache.block_size if isinstance(group, KVGroup) else 0,
+                group.num_blocks,
                 int(np.count_nonzero(codes == rest)),
                 int(np.count_nonzero((codes == block_states.CACHED) | (codes == block_states.PINNED))),
                 len(host_codes),
                 int(np.count_nonzero(host_codes != rest)),
             )
-            for group, pool, codes, host_codes in zip(cache.config.groups, cache.pools, device, host, strict=True)
+            for group, codes, host_codes in zip(cache.config.pools, device, host, strict=True)
         ]
 
     # Trees, steps, totals
@@ -357,7 +376,9 @@ class Monitor:
         if index is not self._trees.index:  # a repair has replaced it
             self._trees = TreeViews(index)
         self._trees.keep(one.watcher for one in self._viewers.values())
-        return self._trees.view(watcher, [seq.table for seq in running if seq.table is not None])
+        states = self._scheduler.cache.states
+        anchors = frozenset() if states is None else frozenset(states.anchors.values())
+        return self._trees.view(watcher, [seq.table for seq in running if seq.table is not None], anchors)
 
     def _tree(self, seen: Viewer, view: TreeView | None) -> TreeChanges:
         """What changed of the trees since the viewer has seen them."""

@@ -89,6 +89,7 @@ class TreeView:
         self._rows: dict[int, tuple[int, NodeRow]] = {}  # with the version of each, ascending
         self._users: dict[Node, int] = {}
         self._pinned: frozenset[int] = frozenset()
+        self._anchors: frozenset[int] = frozenset()  # blocks with snapshots of recurrent states
         self._removed: deque[tuple[int, int, bool]] = deque()  # (version, node, whether evicted), ascending
         self._first_version = 0  # a viewer that has seen an earlier one cannot be brought up to date
 
@@ -105,8 +106,11 @@ class TreeView:
         """Nodes that `refresh` has to look at. They stay in memory until then, even if they have left the trees."""
         return len(self._changed)
 
-    def refresh(self, tables: Iterable[BlockTable]) -> None:
-        """Bring the rows up to date. tables: of the running sequences that the viewers may see."""
+    def refresh(self, tables: Iterable[BlockTable], anchors: frozenset[int]) -> None:
+        """Bring the rows up to date. tables: of the running sequences that the viewers may see.
+
+        anchors: blocks of group 0 with snapshots of recurrent states.
+        """
         self.version += 1
         changed, self._changed = self._changed, set()
         users = self._num_users(tables)
@@ -114,6 +118,7 @@ class TreeView:
         changed.update(node for node in self._users if node not in users)
         self._users = users
         self._mark_pins(changed)
+        self._mark_snapshots(anchors, changed)
         dirty = set()
         for node in changed:
             if self._is_gone(node):
@@ -169,6 +174,12 @@ class TreeView:
             self._pinned = pinned
             changed.update(self._nodes.values())
 
+    def _mark_snapshots(self, anchors: frozenset[int], changed: set[Node]) -> None:
+        """Add the shown nodes to the changed ones whose snapshots came or left."""
+        different, self._anchors = anchors ^ self._anchors, anchors
+        if different:
+            changed.update(node for node in self._nodes.values() if not different.isdisjoint(node.blocks[0]))
+
     def _is_gone(self, node: Node) -> bool:
         """Whether a node has left the trees."""
         if node.root_key is None:
@@ -218,6 +229,7 @@ class TreeView:
             node.created_at,
             kind,
             node.tenant.lstrip("\0") if parent is None and self._watcher.sees_all else "",
+            len(self._anchors.intersection(blocks)) if self._anchors else 0,
         )
 
 
@@ -239,8 +251,8 @@ class TreeViews:
         wanted = {_sight(watcher) for watcher in watchers}
         self._views = {sight: view for sight, view in self._views.items() if sight in wanted}
 
-    def view(self, watcher: Watcher, tables: Iterable[BlockTable]) -> TreeView | None:
-        """The view of a watcher, up to date; None if the index has no trees. tables: as in TreeView.refresh."""
+    def view(self, watcher: Watcher, tables: Iterable[BlockTable], anchors: frozenset[int]) -> TreeView | None:
+        """The view of a watcher, up to date; None if the index has no trees. tables, anchors: see TreeView.refresh."""
         if not isinstance(self.index, RadixIndex) or self._changes is None:
             return None
         changed = self._changes.take()
@@ -253,7 +265,7 @@ class TreeViews:
         sight = _sight(watcher)
         if sight not in self._views:
             self._views[sight] = TreeView(self.index, sight)
-        self._views[sight].refresh(tables)
+        self._views[sight].refresh(tables, anchors)
         return self._views[sight]
 
     def shown(self, watcher: Watcher, number: int) -> Node | None:

@@ -21,7 +21,11 @@ class Watcher(msgspec.Struct, frozen=True):
 
 
 class PoolFigures(msgspec.Struct, frozen=True):
-    """Blocks of one KV group. num_free: for a viewer that sees its own only, all others, free or not."""
+    """Blocks of one KV group, or of recurrent states.
+
+    num_free: for a viewer that sees only its own blocks, all others, free or not. block_size: tokens; 0 for blocks of
+    states. Those that are idle are snapshots.
+    """
 
     name: str
     block_size: int
@@ -77,6 +81,7 @@ class NodeRow(NamedTuple):
     created_at: float
     owner_kind: int
     text: str  # of a root, for a viewer that sees all: its tenant
+    num_snapshots: int  # its blocks with snapshots of recurrent states
 
 
 class TreeChanges(msgspec.Struct, frozen=True):

@@ -61,7 +61,7 @@ class ModelledRunner:
         self.busy_seconds = 0.0  # of all steps
         self._profile = profile
         self._clock = clock
-        self._block_bytes = [group.bytes_per_block for group in cache.groups]
+        self._block_bytes = [pool.bytes_per_block for pool in cache.pools]
         self._vocab_size = vocab_size
         self._outputs: Outputs = {} if outputs is None else outputs  # may grow
         self._fails = fails
@@ -120,6 +120,8 @@ class ModelledRunner:
         attention = self._profile.attention
         return sum(
             2 * attention[move.group].per_kv_token * move.num_tokens * len(move.pairs)
+            if move.group < len(attention)
+            else self._profile.state_copy_seconds(len(move.pairs))
             for move in step.moves
             if move.source == move.target
         )

@@ -354,7 +354,7 @@ def what_would_fit(options: EngineOptions, model: PlannedModel) -> Iterator[str]
             return False
         return True
 
-    for alternatives in _smaller(options):
+    for alternatives in _smaller(options, has_states=bool(model.description.state_layers)):
         found = next((values for values in alternatives if fits(**values)), None)
         if found is not None:
             yield " ".join(f"--{name.replace('_', '-')} {value}" for name, value in found.items())
@@ -368,12 +368,14 @@ def what_would_fit(options: EngineOptions, model: PlannedModel) -> Iterator[str]
         yield f"its weights of {format_bytes(size)} need {int(-(-size // usable))} such devices; quire uses one"
 
 
-def _smaller(options: EngineOptions) -> Iterator[list[dict[str, object]]]:
+def _smaller(options: EngineOptions, *, has_states: bool) -> Iterator[list[dict[str, object]]]:
     """Changes of options that need less memory. Of each list, the first that suffices is the mildest."""
     if options.quantization is None:
         yield [{"quantization": scheme} for scheme in ("fp8", "int8", "int4")]
     if options.kv_cache_dtype == "auto":
         yield [{"kv_cache_dtype": kv_dtype} for kv_dtype in ("fp8", "int8")]
+    if has_states and options.state_dtype == "float32":
+        yield [{"state_dtype": "bfloat16"}]
     if options.max_model_len is not None:
         yield [{"max_model_len": options.max_model_len >> i} for i in range(1, 24) if options.max_model_len >> i >= 128]
     yield [{"max_num_batched_tokens": tokens, "max_num_seqs": rows} for tokens, rows in ((1024, 64), (512, 32))]

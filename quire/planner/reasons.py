@@ -55,9 +55,10 @@ def run_lines(plan: Plan) -> Iterator[str]:
 def reasons_of(plan: Plan) -> Iterator[str]:
     """The plan in sentences."""
     memory = plan.engine.memory
+    states = "" if memory.states is None else f" and {memory.states.num_blocks} blocks of recurrent states"
     yield (
         f"Memory: weights take {format_bytes(memory.profile.weight_bytes)}; "
-        f"{sum(memory.num_blocks)} KV blocks of {memory.profile.block_size} tokens remain."
+        f"{sum(memory.num_blocks)} KV blocks of {memory.profile.block_size} tokens{states} remain."
     )
     if plan.sustained.best is None:
         yield from _why_no_rate(plan)

@@ -144,7 +144,8 @@ def plan_engine(options: EngineOptions, device: str, model: PlannedModel | None 
             notes.append(f"the profile is that of {profile.model}, not of {model.name}")
     else:
         _check_kv_type(found, kv_dtype)
-        profile = roofline_profile(model.name, found, compute_shape_of(description, dtype, kv_dtype, schemes))
+        work = compute_shape_of(description, dtype, kv_dtype, schemes, options.state_dtype)
+        profile = roofline_profile(model.name, found, work)
         kernels, memory, share = _kernels("triton", notes), found.memory_bytes, GPU_MEMORY_SHARE
         notes.append(f"step times are {profile.source}; {_origin(found)}")
     if options.quantization is None and model.quantization is not None:

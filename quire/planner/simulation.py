@@ -365,6 +365,7 @@ class _Routes:
                 num_blocks=engines[0].scheduler.cache.pools.num_blocks,
                 max_num_seqs=limits.max_num_seqs,
                 max_num_batched_tokens=limits.max_num_batched_tokens,
+                has_states=setup.cache.states is not None,
             )
         )
         self._engines = engines

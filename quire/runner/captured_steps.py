@@ -16,13 +16,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.core.step import Chunks
+from quire.core.step import Chunks, StateChunks
 from quire.kernels.contract import Kernels, NotCapturable, Plan, StepCapture, Storage
+from quire.kernels.state_contract import StateStorage
 from quire.kv_store.upload import copy_to_device
 from quire.layers.attend import PagedAttend
 from quire.layers.context import AdapterRows, ForwardContext
+from quire.layers.recur import BlockStates
 from quire.models.model import Model
 from quire.runner.inputs import CapturedInputs, Inputs
+from quire.runner.state_batches import captured_batch
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +37,7 @@ class _CapturedStep:
     inputs: CapturedInputs
     adapters: AdapterRows | None
     plans: list[Plan]
+    state_plan: Plan  # None without recurrent states
     logits: Tensor  # (num_tokens, vocab_size)
     replay: Callable[[], None]
 
@@ -53,20 +57,25 @@ class CapturedSteps:
         model: Model,
         kernels: Kernels,
         storages: Sequence[Storage],
+        states: StateStorage | None,
         max_num_seqs: int,
         max_model_len: int,
     ) -> None:
         self._model = model
         self._kernels = kernels
         self._storages = storages
+        self._states = states
         self._max_num_seqs = max_num_seqs
         self._max_model_len = max_model_len
         self._attend = PagedAttend(kernels, storages, model.score_scaling)
+        self._recur = None if states is None else BlockStates(kernels, states)
         self._recorder = kernels.new_step_capture()
         self._captured: dict[tuple[int, bool], _CapturedStep] = {}
         self.num_captured = 0  # so far, replaced ones included
 
-    def logits(self, inputs: Inputs, chunks: Chunks, adapters: StepAdapters | None) -> Tensor | None:
+    def logits(
+        self, inputs: Inputs, chunks: Chunks, states: StateChunks | None, adapters: StepAdapters | None
+    ) -> Tensor | None:
         """Logits (num_tokens, vocab_size) at all positions of a step, valid until the next step.
 
         adapters: None if no token has one. None if such a step is not captured.
@@ -77,17 +86,24 @@ class CapturedSteps:
             return None
         captured_step = self._captured.get((size, adapters is not None))
         if captured_step is None or _is_wider(adapters, captured_step.adapters):
-            captured_step = self._capture(self._recorder, inputs.captured_inputs(size), chunks, adapters)
+            captured_step = self._capture(self._recorder, inputs.captured_inputs(size), chunks, states, adapters)
             return None if captured_step is None else captured_step.logits[:number]
         _refill(captured_step.adapters, adapters)
         batches = captured_step.inputs.refill(chunks)
         for plan, batch in zip(captured_step.plans, batches, strict=True):
             self._recorder.refill(plan, batch)
+        if states is not None:
+            self._recorder.refill_states(captured_step.state_plan, captured_batch(chunks, states, size))
         captured_step.replay()
         return captured_step.logits[:number]
 
     def _capture(
-        self, recorder: StepCapture, inputs: CapturedInputs, chunks: Chunks, adapters: StepAdapters | None
+        self,
+        recorder: StepCapture,
+        inputs: CapturedInputs,
+        chunks: Chunks,
+        states: StateChunks | None,
+        adapters: StepAdapters | None,
     ) -> _CapturedStep | None:
         """Capture a step, which also runs it. None if the kernels cannot capture it."""
         size, rows = len(inputs.positions), None
@@ -100,11 +116,15 @@ class CapturedSteps:
             for batch, storage in zip(inputs.refill(chunks), self._storages, strict=True)
         ]
         self._attend.set_plans(plans)
+        state_plan: Plan = None
+        if self._recur is not None and self._states is not None and states is not None:
+            state_plan = recorder.plan_states(captured_batch(chunks, states, size), self._states)
+            self._recur.set_plan(state_plan)
 
         def compute() -> Tensor:
             for plan in plans:
                 recorder.prepare(plan)
-            context = ForwardContext(self._kernels, self._attend, inputs.positions, rows)
+            context = ForwardContext(self._kernels, self._attend, inputs.positions, rows, self._recur)
             return self._model.logits(self._model.forward(inputs.token_ids(), context), context)
 
         try:
@@ -114,7 +134,7 @@ class CapturedSteps:
             self._recorder = None  # no other step can be captured either
             self._captured.clear()
             return None
-        captured_step = _CapturedStep(inputs, rows, plans, logits, replay)
+        captured_step = _CapturedStep(inputs, rows, plans, state_plan, logits, replay)
         self._captured[size, rows is not None] = captured_step
         self.num_captured += 1
         return captured_step

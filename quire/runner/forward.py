@@ -12,16 +12,20 @@ import torch
 from torch import Tensor
 
 from quire.core.runner import MAX_UNUSED_LOGITS
-from quire.core.step import Chunks
+from quire.core.step import Chunks, StateChunks
 from quire.kernels.contract import Batch, Kernels, Storage
+from quire.kernels.state_contract import StateBatch, StateStorage
+from quire.kv_store.device import DeviceStore
 from quire.kv_store.upload import to_device
 from quire.layers.attend import PagedAttend
 from quire.layers.context import AdapterRows, ForwardContext
+from quire.layers.recur import BlockStates
 from quire.lora.loaded import LoadedAdapters
 from quire.models.model import Model
 from quire.runner.captured_steps import CapturedSteps, StepAdapters
 from quire.runner.inputs import Inputs
 from quire.runner.rows import Rows
+from quire.runner.state_batches import select_states, state_batch
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,16 +38,23 @@ class Hidden:
 
 
 class KernelSet:
-    """One kernel module, and paged attention with it."""
+    """One kernel module, and with it paged attention and, if there are state blocks, the recurrence over them."""
 
-    def __init__(self, kernels: Kernels, storages: Sequence[Storage], model: Model) -> None:
+    def __init__(
+        self, kernels: Kernels, storages: Sequence[Storage], states: StateStorage | None, model: Model
+    ) -> None:
         self._attend = PagedAttend(kernels, storages, model.score_scaling)
+        self._recur = None if states is None else BlockStates(kernels, states)
         self.of_heads = ForwardContext(kernels, self._attend, torch.empty(0, dtype=torch.int64, device=model.device))
 
-    def plan(self, positions: Tensor, batches: Sequence[Batch], adapters: AdapterRows | None) -> ForwardContext:
+    def plan(
+        self, positions: Tensor, batches: Sequence[Batch], states: StateBatch | None, adapters: AdapterRows | None
+    ) -> ForwardContext:
         """Prepare the next pass, and return its context. batches: the chunks of its tokens, one for each KV group."""
         self._attend.plan(batches)
-        return replace(self.of_heads, positions=positions, adapters=adapters)
+        if self._recur is not None and states is not None:
+            self._recur.plan(states)
+        return replace(self.of_heads, positions=positions, adapters=adapters, recur=self._recur)
 
 
 class ForwardPasses:
@@ -54,45 +65,47 @@ class ForwardPasses:
         model: Model,
         kernels: Kernels,
         deterministic_kernels: Kernels | None,
-        storages: Sequence[Storage],
+        store: DeviceStore,
         max_num_seqs: int,
         max_model_len: int,
         inputs: Inputs,
         adapters: LoadedAdapters | None = None,
     ) -> None:
+        storages, states = store.storages, store.states
         self._model = model
         self._inputs = inputs
         self._adapters = adapters
-        self._default = KernelSet(kernels, storages, model)
+        self._default = KernelSet(kernels, storages, states, model)
         self._deterministic = (
-            None if deterministic_kernels is None else KernelSet(deterministic_kernels, storages, model)
+            None if deterministic_kernels is None else KernelSet(deterministic_kernels, storages, states, model)
         )
-        self._captured_steps = CapturedSteps(model, kernels, storages, max_num_seqs, max_model_len)
+        self._captured_steps = CapturedSteps(model, kernels, storages, states, max_num_seqs, max_model_len)
 
     @property
     def num_captured(self) -> int:
         """Number of steps that were captured so far."""
         return self._captured_steps.num_captured
 
-    def captured(self, rows: Rows, chunks: Chunks, sampled: np.ndarray) -> Tensor | None:
+    def captured(self, rows: Rows, chunks: Chunks, states: StateChunks | None, sampled: np.ndarray) -> Tensor | None:
         """Logits (len(sampled), vocab_size) at the tokens `sampled` of a step, from a captured step.
 
         They are valid until the next step. A captured step computes the logits at all its positions. So it is None for
-        a step with many positions that are not sampled, and for one with deterministic sequences, prompt logprobs or
-        pooling, and if the kernels do not capture it.
+        a step with many positions that are not sampled, and for one with deterministic sequences, prompt logprobs,
+        pooling or snapshots of states, and if the kernels do not capture it.
         """
         if (
             chunks.num_tokens > len(sampled) + MAX_UNUSED_LOGITS
             or not chunks.only_samples
             or rows.deterministic[chunks.rows].any()
+            or (states is not None and len(states.snapshot_chunks))
         ):
             return None
-        logits = self._captured_steps.logits(self._inputs, chunks, self._step_adapters(rows, chunks))
+        logits = self._captured_steps.logits(self._inputs, chunks, states, self._step_adapters(rows, chunks))
         if logits is None or chunks.num_tokens == len(sampled):
             return logits
         return logits[to_device(sampled, logits.device)]
 
-    def hidden(self, rows: Rows, chunks: Chunks) -> Hidden:
+    def hidden(self, rows: Rows, chunks: Chunks, states: StateChunks | None) -> Hidden:
         """The hidden states of all chunks, at least one.
 
         Raises ValueError for a deterministic sequence if there are no deterministic kernels.
@@ -100,7 +113,12 @@ class ForwardPasses:
         deterministic = rows.deterministic[chunks.rows]
         of_tokens = np.repeat(deterministic, chunks.lengths)
         parts = [
-            self._compute(kernel_set, rows, _select_chunks(chunks, which))
+            self._compute(
+                kernel_set,
+                rows,
+                _select_chunks(chunks, which),
+                None if states is None else select_states(states, which),
+            )
             for kernel_set, which in self._split_by_kernels(deterministic)
         ]
         return Hidden(_merge(of_tokens, parts), of_tokens, self._step_adapters(rows, chunks))
@@ -143,11 +161,12 @@ class ForwardPasses:
             return [(self._deterministic, deterministic)]
         return [(self._default, ~deterministic), (self._deterministic, deterministic)]
 
-    def _compute(self, kernel_set: KernelSet, rows: Rows, chunks: Chunks) -> Tensor:
+    def _compute(self, kernel_set: KernelSet, rows: Rows, chunks: Chunks, states: StateChunks | None) -> Tensor:
         token_ids, positions, batches = self._inputs.forward_inputs(chunks)
         adapters = self._step_adapters(rows, chunks)
         of_pass = None if adapters is None else self._rows_of(*adapters)
-        return self._model.forward(token_ids, kernel_set.plan(positions, batches, of_pass))
+        of_states = None if states is None else state_batch(chunks, states)
+        return self._model.forward(token_ids, kernel_set.plan(positions, batches, of_states, of_pass))
 
     def _step_adapters(self, rows: Rows, chunks: Chunks) -> StepAdapters | None:
         slots = None if self._adapters is None else rows.adapter_slots(chunks)

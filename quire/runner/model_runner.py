@@ -18,7 +18,7 @@ from torch import Tensor
 from quire.config import CacheConfig
 from quire.core.capabilities import Capabilities
 from quire.core.runner import RowProcessors
-from quire.core.step import ChunkOutput, Chunks, Logprobs, Pooling, SamplingMasks, Step, StepResult
+from quire.core.step import ChunkOutput, Chunks, Logprobs, Pooling, SamplingMasks, StateChunks, Step, StepResult
 from quire.kernels.contract import Kernels
 from quire.kv_store.device import DeviceStore
 from quire.kv_store.upload import to_device
@@ -167,8 +167,9 @@ class TorchRunner:
         num_slots = 0 if adapters is None else adapters.num_slots
         self._rows = Rows(cache, max_num_seqs, max_model_len, self._vocab_size, num_slots)
         self._store = DeviceStore(kernels, cache, model.device, clock)
+        rounds_states = cache.states is not None and cache.states.dtype != "float32"  # wherever a chunk ends
         self.capabilities = Capabilities(
-            deterministic=deterministic_kernels is not None and model.batch_invariant,
+            deterministic=deterministic_kernels is not None and model.batch_invariant and not rounds_states,
             classifies=model.class_head is not None,
             generates=generates,
             adapters=adapters is not None,
@@ -184,7 +185,7 @@ class TorchRunner:
             model,
             kernels,
             deterministic_kernels if self.capabilities.deterministic else None,
-            self._store.storages,
+            self._store,
             max_num_seqs,
             max_model_len,
             self._inputs,
@@ -273,12 +274,13 @@ class TorchRunner:
             return LaunchedStep(step.id, began, chunks, sampled_positions(chunks), nothing)
         sampled = sampled_positions(chunks)
         num_captured = self._forward_passes.num_captured
-        logits = self._forward_passes.captured(self._rows, chunks, sampled.tokens)
+        states = step.states if isinstance(step.states, StateChunks) else None
+        logits = self._forward_passes.captured(self._rows, chunks, states, sampled.tokens)
         if logits is not None:
             if self._forward_passes.num_captured > num_captured:
                 self._slowed |= {step.id, *(sampled.launched.step_id for sampled in self._sampled)}
             return LaunchedStep(step.id, began, chunks, sampled, logits)
-        hidden = self._forward_passes.hidden(self._rows, chunks)
+        hidden = self._forward_passes.hidden(self._rows, chunks, states)
         return LaunchedStep(
             step.id,
             began,

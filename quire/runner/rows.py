@@ -4,8 +4,10 @@ import numpy as np
 
 from quire.cache.block_table import ABSENT
 from quire.config import CacheConfig
-from quire.core.step import Chunks, SamplingMasks, Step, TableUpdates
-from quire.kernels.contract import Batch, SamplingMetadata
+from quire.core.step import Chunks, SamplingMasks, StateChunks, Step, TableUpdates
+from quire.kernels.contract import Batch
+from quire.kernels.sampling_contract import SamplingMetadata
+from quire.runner.state_batches import check_states
 from quire.sampling.metadata import SamplingColumns
 
 _NONE = -1  # no position
@@ -21,6 +23,7 @@ class Rows:
         self._tokens = np.zeros((max_num_seqs, max_model_len + 1), np.int32)
         self._tables = [np.zeros((max_num_seqs, width), np.int32) for _ in cache.groups]
         self._num_blocks = [group.num_blocks for group in cache.groups]
+        self._state_group = cache.states
         self._vocab_size = vocab_size
         self._num_slots = num_slots
         self._block_size = cache.block_size
@@ -45,6 +48,11 @@ class Rows:
         for updates, table, num_blocks in zip(step.blocks, self._tables, self._num_blocks, strict=True):
             _check_range("blocks", updates.values, num_blocks, ABSENT)
             _check_spans(updates, table)
+        if self._state_group is None:
+            return
+        if not isinstance(step.states, StateChunks):
+            raise ValueError("the model has recurrent states, and the step has none")
+        check_states(step.states, step.chunks, self._state_group.num_blocks, self._state_group.max_pending)
 
     def apply(self, step: Step) -> None:
         """Apply a step's reset, new rows, tokens and blocks. Raises ValueError for a step out of bounds."""

@@ -1,6 +1,7 @@
 """A runner without a model, for tests, benchmarks and simulation: the next token is a hash of all KV.
 
-Its state is that of a real runner (rows of tokens, block tables, contents of blocks), and comes from Steps only. The
+Its state is that of a real runner (rows of tokens, block tables, contents of blocks), and comes from Steps only. A
+recurrent state is a digest of all tokens up to its position, and the next token depends on it, too. The
 KV of a position is a hash of all tokens up to it. The token after a position is a hash of all KV up to it (in a window
 group: of the KV in the window), read through the block tables. So a lost copy, a stale block or a wrong table entry
 changes the output, as it would with attention.
@@ -16,7 +17,7 @@ import numpy as np
 from quire.config import CacheConfig
 from quire.core.capabilities import Capabilities
 from quire.core.runner import RowProcessors
-from quire.core.step import Chunk, ChunkOutput, Logprobs, Move, SamplingMasks, Step, StepResult
+from quire.core.step import Chunk, ChunkOutput, Logprobs, Move, SamplingMasks, StateChunks, Step, StepResult
 
 _MODULUS = 2**31 - 1
 _UNSET = -1
@@ -42,6 +43,27 @@ def token_after(seen: int, vocab_size: int) -> int:
     return seen * 40_692 % _MODULUS % vocab_size
 
 
+def state_after(state: int, token: int, adapter: int = 0) -> int:
+    """The recurrent state behind a token, from that before it (0 before the first). adapter: of `adapter_key`."""
+    return (state * 69_621 + token * 16_807 + 54_321 + adapter) % _MODULUS
+
+
+@dataclass(frozen=True, slots=True)
+class _StateBlock:
+    """A state block: the state behind position `settled`, and the inputs of the tokens from there on."""
+
+    settled: int
+    state: int
+    inputs: tuple[tuple[int, int], ...]  # token, and what its adapter adds
+
+    def after(self, count: int) -> int:
+        """The state behind the first `count` inputs."""
+        state = self.state
+        for token, added in self.inputs[:count]:
+            state = state_after(state, token, added)
+        return state
+
+
 def script(
     prompt: list[int],
     num_tokens: int,
@@ -50,18 +72,23 @@ def script(
     *,
     adapter: str = "",
     adapter_start: int = 0,
+    has_states: bool = False,
 ) -> list[int]:
     """The output of a ScriptedRunner after `prompt`, computed without blocks or steps. windows: of the KV groups.
 
-    adapter: its digest.
+    adapter: its digest. has_states: whether the cache has recurrent states.
     """
-    tokens, keys, added = list(prompt), [0], adapter_key(adapter)
+    tokens, keys, added, state = list(prompt), [0], adapter_key(adapter), 0
     for position, token in enumerate(prompt):
-        keys.append(key_after(keys[-1], token, added if position >= adapter_start else 0))
+        here = added if position >= adapter_start else 0
+        keys.append(key_after(keys[-1], token, here))
+        state = state_after(state, token, here)
     for _ in range(num_tokens):
         every = np.array(keys[1:])
-        tokens.append(token_after(sum(attend(every[-window:]) for window in windows), vocab_size))
+        seen = sum(attend(every[-window:]) for window in windows)
+        tokens.append(token_after(seen + state if has_states else seen, vocab_size))
         keys.append(key_after(keys[-1], tokens[-1], added))
+        state = state_after(state, tokens[-1], added)
     return tokens[len(prompt) :]
 
 
@@ -153,6 +180,11 @@ class ScriptedRunner:
         self._kinds = [group.kind for group in cache.groups]
         self._kv = [np.full((group.num_blocks, cache.block_size), _UNSET, np.int64) for group in cache.groups]
         self._host = [np.full((group.num_host_blocks, cache.block_size), _UNSET, np.int64) for group in cache.groups]
+        self._has_states = cache.states is not None
+        counts = (0, 0) if cache.states is None else (cache.states.num_blocks, cache.states.num_host_blocks)
+        self._states, self._host_states = (np.full((count, 1), _UNSET, np.int64) for count in counts)
+        self._state_blocks: list[_StateBlock] = []  # that were written; `_states` has indices
+        self._after: list[list[int]] = []  # per chunk, the states behind its positions
         self._tokens = np.full((max_num_seqs, max_model_len + 1), _UNSET, np.int32)
         self._num_logprobs = np.full(max_num_seqs, -1, np.int32)
         width = -(-(max_model_len + 1) // cache.block_size)
@@ -196,8 +228,11 @@ class ScriptedRunner:
             self._move(step.id, move)
         chunks = list(step.chunks)
         failing = self._fails(step)
-        for chunk in chunks[: len(chunks) // 2] if failing else chunks:
+        self._after = []
+        for index, chunk in enumerate(chunks[: len(chunks) // 2] if failing else chunks):
             self._compute(chunk)
+            if self._has_states and isinstance(step.states, StateChunks):
+                self._recur(chunk, step.states, index)
         if failing:
             raise RuntimeError(f"scripted failure of step {step.id}")
         scored = [
@@ -214,11 +249,12 @@ class ScriptedRunner:
         if launched is None or launched.step_id != step_id:
             raise ValueError(f"step {step_id} is not the last launched step")
         self._launched = None
-        for chunk in launched.chunks:
+        for index, chunk in enumerate(launched.chunks):
             if chunk.output is not ChunkOutput.SAMPLE:
                 continue
             for stop in range(chunk.stop - chunk.num_drafts, chunk.stop + 1):
                 seen = sum(attend(self._keys(chunk.row, stop, group)) for group in range(len(self._kv)))
+                seen += self._after[index][stop - chunk.start - 1] if self._has_states else 0
                 token = token_after(seen, self._vocab_size)
                 launched.tokens.append(token)
                 launched.logprobs.append((token, logprobs_after(seen, self._vocab_size), self._num_logprobs[chunk.row]))
@@ -261,13 +297,18 @@ class ScriptedRunner:
 
     def _move(self, step_id: int, move: Move) -> None:
         """Execute a copy within the device, or start a swap."""
-        tiers = {"device": self._kv[move.group], "host": self._host[move.group]}
+        is_state = move.group == len(self._kv)
+        tiers = {
+            "device": self._states if is_state else self._kv[move.group],
+            "host": self._host_states if is_state else self._host[move.group],
+        }
+        num_tokens = 1 if is_state else move.num_tokens
         source, target = tiers[move.source], tiers[move.target]
         if move.source != move.target:
             self._swaps[move.id] = _Swap(step_id, move, source, target, self._swap_delay_of(move))
             return
-        keys = source[[block for block, _ in move.pairs], : move.num_tokens].copy()
-        target[[block for _, block in move.pairs], : move.num_tokens] = keys
+        keys = source[[block for block, _ in move.pairs], :num_tokens].copy()
+        target[[block for _, block in move.pairs], :num_tokens] = keys
 
     def _compute(self, chunk: Chunk) -> None:
         key = int(self._read(chunk.row, np.array([chunk.start - 1]), 0)[0]) if chunk.start else 0
@@ -282,6 +323,31 @@ class ScriptedRunner:
                 if token == _UNSET or block == _UNSET:
                     raise ValueError(f"{chunk}: position {position} has token {token} and block {block}")
                 kv[block, position % self._block_size] = key
+
+    def _recur(self, chunk: Chunk, states: StateChunks, index: int) -> None:
+        """Update the state block of a chunk and write its snapshots. Raises ValueError for a block of another state."""
+        block, settled, settles = (int(column[index]) for column in (states.blocks, states.settled, states.settles))
+        there = int(self._states[block, 0])
+        before = _StateBlock(0, 0, ()) if not chunk.start else None if there < 0 else self._state_blocks[there]
+        if before is None or before.settled != settled or len(before.inputs) < chunk.start - settled:
+            raise ValueError(f"{chunk}: block {block} has {before}, not the state behind position {settled}")
+        slot, adapter_start = self._adapters[chunk.row].tolist()
+        own = [
+            (int(self._tokens[chunk.row, at]), self._slots[slot] if at >= adapter_start else 0)
+            for at in range(chunk.start, chunk.stop)
+        ]
+        every = _StateBlock(settled, before.state, (*before.inputs[: chunk.start - settled], *own))
+        self._after.append([every.after(at + 1 - settled) for at in range(chunk.start, chunk.stop)])
+
+        def write(target: int, position: int, stop: int) -> None:
+            count = position - settled
+            self._states[target] = len(self._state_blocks)
+            self._state_blocks.append(_StateBlock(position, every.after(count), every.inputs[count : stop - settled]))
+
+        for at in np.flatnonzero(states.snapshot_chunks == index).tolist():
+            position = int(states.snapshot_positions[at])
+            write(int(states.snapshot_blocks[at]), position, position)
+        write(block, settles, chunk.stop)
 
     def _prompt_logprobs(self, chunk: Chunk) -> list[tuple[int, int]]:
         """(token, position) after each position with logits from which nothing is sampled."""

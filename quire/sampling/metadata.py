@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from quire.core.step import NewRows, SamplingMasks, TokenListKind
-from quire.kernels.contract import History, LogitEdits, Masks, SamplingMetadata
+from quire.kernels.sampling_contract import History, LogitEdits, Masks, SamplingMetadata
 
 
 class BadWords(NamedTuple):

@@ -32,7 +32,7 @@ class BatchComposer:
         self._speculator = speculator
         self._sharing = SHARING_RULES.get(config.policy)
         self._most_per_prompt = config.long_prefill_token_threshold or config.max_num_batched_tokens
-        self._prompts = PromptSharing(config.policy, cache.index, self._most_per_prompt)
+        self._prompts = PromptSharing(config.policy, cache, self._most_per_prompt)
         self._blocked = -1  # id of the last waiting sequence that lacked blocks; -1 after an admission
         self._last_victim: Sequence | None = None  # the sequence preempted last for budget sharing
 
@@ -187,6 +187,9 @@ class BatchComposer:
             if self._state.is_in_flight(seq) or self._cache.is_swapping_out(seq.id):  # preempted just now
                 self._state.request_stats.set_wait_cause("in_flight", now)
                 return token_budget
+            if self._awaits_state(seq):
+                self._state.request_stats.set_wait_cause("state", now)
+                return token_budget
             limit = min(len(seq.tokens), seq.limit)
             admission = self._cache.admit(
                 seq.id,
@@ -217,6 +220,13 @@ class BatchComposer:
             watermark_blocks = self._state.watermark_blocks
         self._state.request_stats.set_wait_cause("step", now)
         return token_budget
+
+    def _awaits_state(self, seq: Sequence) -> bool:
+        """Whether a sequence can start in the next step from a state that this step writes."""
+        states, reusable = self._cache.states, seq.reusable
+        if states is None or reusable <= 0 or seq.swapped:
+            return False
+        return states.leave_snapshot_for(seq.request.namespace, seq.tokens[:reusable])
 
     def _unblock(self, builder: StepBuilder, token_budget: int, now: float) -> None:
         """Admit the head without watermark, or preempt the last running sequence: idle beams hold the head's blocks."""

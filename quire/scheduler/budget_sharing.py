@@ -10,7 +10,8 @@ per flow, too (`scheduler.queue_limit`). Within a flow, and under the other poli
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
-from quire.cache.prefix.index import NO_MATCH, PrefixIndex
+from quire.cache.manager import KVCacheManager
+from quire.cache.prefix.index import NO_MATCH
 from quire.config import Policy
 from quire.core.request import Request
 from quire.scheduler.preemption import Victims, tenant_service, victim_by_class, victim_by_tenant
@@ -120,11 +121,11 @@ class PromptSharing:
     of the Shortest Remaining Processing Time Discipline", 1968).
     """
 
-    def __init__(self, policy: Policy, index: PrefixIndex, most: int) -> None:
+    def __init__(self, policy: Policy, cache: KVCacheManager, most: int) -> None:
         """most: tokens of one prompt in one step."""
         self._rule = SHARING_RULES.get(policy)
         self._most = most
-        self._index = index
+        self._cache = cache
         self._num_divided = 0  # tokens of all steps that were divided
         self._compared: dict[int, _Compared] = {}  # sequences compared last, by id
 
@@ -200,7 +201,7 @@ class PromptSharing:
         if before is not None and before.waits:
             return before.num_tokens
         reusable = max(seq.reusable, 0)
-        match = self._index.match_prefix(seq.request.namespace, seq.tokens[:reusable]) if reusable else NO_MATCH
+        match = self._cache.match_prefix(seq.request.namespace, seq.tokens[:reusable]) if reusable else NO_MATCH
         return min(len(seq.tokens), seq.limit) - match.num_tokens
 
 

@@ -148,5 +148,5 @@ class Deadlines:
         """Prompt tokens to compute."""
         found = seq.reusable  # if it is swapped
         if not seq.swapped and found > 0:
-            found = self._cache.index.match_prefix(seq.request.namespace, seq.tokens[:found]).num_tokens
+            found = self._cache.match_prefix(seq.request.namespace, seq.tokens[:found]).num_tokens
         return max(1, len(seq.request.prompt) - found)

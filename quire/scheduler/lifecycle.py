@@ -249,6 +249,7 @@ class SchedulerState:
         self.new_requests.drop(self.requests[seq.request.id])
         num_cached = min(admission.num_tokens, len(seq.request.prompt))
         self.running_queue.allocate_row(seq, admission.table, admission.num_tokens, num_cached)
+        self._want_branch_point(seq)
         self.request_stats.admitted(seq, admission, now)
 
     def prompt_computed(self, seq: Sequence, stop: int) -> None:
@@ -283,6 +284,36 @@ class SchedulerState:
         self._record_preempted(seq, "the step that computed its prefix failed", KV_INVALID, now)
         seq.discard_in_flight()
         self.requeue(seq, 0, now)
+
+    def rewind(self, seq: Sequence, now: float) -> None:
+        """Let a running sequence go on from a snapshot, or from its first token, because its state is void.
+
+        It is queued again if there are not enough blocks for that.
+        """
+        until = seq.alone_until
+        self.running_queue.free(seq, seq.num_valid)
+        admission = self._cache.admit(
+            seq.id,
+            seq.tokens,
+            seq.request.namespace,
+            reusable=seq.reusable,
+            limit=min(len(seq.tokens), seq.limit),
+            max_new_positions=1,
+            cause=cause_of(seq, now),
+            retention=retention_of(seq),
+        )
+        if admission is None:
+            self._record_preempted(seq, "the step that computed its state failed", KV_INVALID, now)
+            self.requeue(seq, 0, now)
+            return
+        self.running_queue.allocate_row(seq, admission.table, admission.num_tokens, 0)
+        self._want_branch_point(seq)
+        seq.run_alone(until)
+
+    def _want_branch_point(self, seq: Sequence) -> None:
+        """Have a snapshot taken where the other sequences of a request branch, if the model has recurrent states."""
+        if self._cache.states is not None and seq.num_shared and seq.table is not None:
+            self._cache.states.want(seq.table, seq.num_shared)
 
     def restart_swapping(self, now: float) -> None:
         """Restart the sequences whose KV is being copied to or from the host, because the copies may never be done.

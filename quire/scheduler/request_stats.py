@@ -43,6 +43,7 @@ WaitCause = Literal[
     "rows",  # max_num_seqs sequences were running
     "memory",  # KV blocks were short
     "in_flight",  # the head was preempted, and in-flight steps or its swap-out were not over
+    "state",  # the head can start in the next step from a recurrent state that the step wrote
     "failure",  # a step had failed, and its sequences ran one by one
     "prompt",  # another sequence of the request computed the prompt
     "constraint",  # the constraint of the request was being compiled
@@ -122,6 +123,8 @@ class RequestStats:
         self.num_watermark_raises = 0  # times that the blocks per running sequence of the watermark were raised
         self.num_query_tokens = 0  # prompt tokens at the first admission of their request
         self.num_hit_tokens = 0  # those of them that were found in the prefix cache
+        self.num_snapshot_hits = 0  # requests that started from a snapshot of recurrent states at their first admission
+        self.num_stateless_tokens = 0  # prompt tokens whose KV matched then behind the last snapshot
         self.num_prompt_tokens = 0  # those found, and those that committed steps computed; each position once
         self.counted_in_part: dict[str, Explanation] = {}  # of unfinished requests whose prompt was counted in part
         self.drafts: dict[str, DraftCounts] = {}  # verified, by drafter
@@ -239,6 +242,10 @@ class RequestStats:
             explanation.num_cached_tokens = num_cached
             explanation.num_shared_blocks = admission.num_shared_blocks
             explanation.num_copied_tokens = admission.num_copied_tokens
+            explanation.num_kv_tokens = min(admission.num_kv_tokens, len(seq.request.prompt))
+            explanation.state_position = admission.state_position
+            self.num_snapshot_hits += admission.state_position is not None
+            self.num_stateless_tokens += max(0, admission.num_kv_tokens - admission.num_tokens)
             explanation.miss = _miss(seq, admission)
             num_queried = 0 if explanation.num_prompt_done else len(seq.request.prompt)
             num_hits = self._count_prompt(state, num_cached)

@@ -50,6 +50,7 @@ from quire.scheduler.step_budget import StepBudget
 from quire.scheduler.step_builder import StepBuilder
 from quire.scheduler.step_log import StepLog
 
+_MOST_WITH_STATES = 2  # steps in flight
 _MAX_FAILED_WITH_MOVES = 3  # failed steps in a row after which no sequence waits for Moves any more
 
 
@@ -63,9 +64,14 @@ class Scheduler:
                 f"{cache.config} cannot hold one sequence of max_model_len ({config.max_model_len}); give the cache "
                 "more memory or lower max_model_len"
             )
+        if cache.states is not None and config.steps_in_flight > _MOST_WITH_STATES:
+            raise ConfigError(
+                f"steps_in_flight ({config.steps_in_flight}) must be at most {_MOST_WITH_STATES} for a model with "
+                "recurrent states, which keep room for one token that may be replaced; lower steps_in_flight"
+            )
         self.config = config
         self.cache = cache
-        self.costs = CostModel()
+        self.costs = CostModel(has_states=cache.config.states is not None)
         cache.set_recompute_seconds(self.costs.recompute_seconds)
         self._structured_outputs = StructuredOutputManager(constraints)
         self.state = SchedulerState(config, cache, self.costs, self._forget)
@@ -335,7 +341,7 @@ class Scheduler:
         in_flight = self.state.in_flight
         if len(in_flight) >= (1 if alone else self.config.steps_in_flight) or (in_flight and in_flight[-1].exclusive):
             return None
-        builder = StepBuilder(self._next_step, len(self.cache.pools), reset=self._reset)
+        builder = StepBuilder(self._next_step, len(self.cache.pools), self.cache.states, reset=self._reset)
         if suspect is None:
             self._batch.schedule(builder, now)
         else:
@@ -418,7 +424,7 @@ class Scheduler:
             if self.step_log is not None:
                 self.step_log.committed(launched.id, None)
             alone = launched.scheduled[0].seq.id if len(launched.scheduled) == 1 else None
-            starts = {seq.id: start for seq, start in _alive(launched)}
+            starts = {seq.id: start for seq, start, _ in _alive(launched)}
             for seq_id in self.cache.failed(launched.id, starts):
                 if seq_id != alone:  # which depends on no other sequence of this step
                     self.state.restart(self.state.sequences[seq_id], now)
@@ -435,7 +441,8 @@ class Scheduler:
             self.costs.observe_copies(bytes_out, seconds_out, bytes_in, seconds_in)
         self.state.end_swap_ins(launched.swapped_in)
         if not result.captured:
-            self.costs.observe_step(launched.num_tokens, result.seconds, launched.num_pairs)
+            num_rows = len(launched.scheduled)
+            self.costs.observe_step(launched.num_tokens, result.seconds, launched.num_pairs, num_rows=num_rows)
         if self.speculator is not None:
             self.speculator.observe_step(launched, None if result.captured else result.seconds, now)
         outputs = self._output_processor.process(launched, result, now)
@@ -450,6 +457,8 @@ class Scheduler:
             return False
         used = self.cache.pools.num_blocks - self.cache.pools.num_available - self.cache.num_pinned
         used += self.cache.host_pools.num_blocks - self.cache.host_pools.num_free
+        if self.cache.states is not None:
+            used += self.cache.states.pool.num_blocks - self.cache.states.pool.num_available
         return used > 0
 
     def check(self) -> list[str]:
@@ -558,9 +567,10 @@ class Scheduler:
         self._reset = True
         self.request_stats.failed(failed.id, error, now)
         outputs = []
-        for seq, start in _alive(failed):
+        for seq, start, stop in _alive(failed):
             failed_before = seq.runs_alone
-            seq.roll_back(start)
+            # with its state lost, too, a sequence may need several chunks to come to the failed one
+            seq.roll_back(start, alone_until=0 if self.cache.states is None else stop)
             if failed_before and len(failed.scheduled) == 1:
                 if seq.request.beams is not None:
                     return self._output_processor.fail_search(seq, EndCause.STEP_FAILED, error, now)
@@ -568,9 +578,11 @@ class Scheduler:
                 outputs.append(Output(seq.request.id, seq.index, seq.id, [], EndCause.STEP_FAILED, error=error))
             else:
                 self._to_run_alone.append(seq)
+                if self.cache.states is not None:
+                    self.state.rewind(seq, now)
         return outputs
 
 
-def _alive(launched: InFlightStep) -> list[tuple[Sequence, int]]:
-    """The sequences of a step whose chunk still counts, with the first position of the chunk."""
-    return [(chunk.seq, chunk.start) for chunk in launched.scheduled if chunk.is_valid]
+def _alive(launched: InFlightStep) -> list[tuple[Sequence, int, int]]:
+    """The sequences of a step whose chunk still counts, with its positions [start, stop), drafts left out."""
+    return [(chunk.seq, chunk.start, chunk.stop - len(chunk.drafts)) for chunk in launched.scheduled if chunk.is_valid]

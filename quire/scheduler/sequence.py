@@ -67,6 +67,7 @@ class Sequence:
     """
 
     __slots__ = (
+        "alone_until",
         "constrained",
         "cumulative_logprob",
         "deferred_end",
@@ -165,6 +166,7 @@ class Sequence:
         self.queued_at = now  # seconds: when it arrived or was queued last
         self.finished = False
         self.runs_alone = False  # part of a failed step: it runs alone until a chunk of it succeeds
+        self.alone_until = 0  # position that this chunk has to reach
 
     @property
     def num_generated(self) -> int:
@@ -265,21 +267,26 @@ class Sequence:
 
         Invariant: only positions of its present block table count as written.
         """
-        self.runs_alone = False
+        self.runs_alone = self.runs_alone and stop < self.alone_until
         if self.row >= 0:
             self.num_written = stop
         if num_prompt_outputs:
             self.num_reported = min(stop, self.num_to_report)
 
-    def roll_back(self, start: int) -> None:
-        """Undo its chunks from position `start` on, because their step failed. It becomes a suspect.
+    def roll_back(self, start: int, *, alone_until: int = 0) -> None:
+        """Undo its chunks from position `start` on, because their step failed. It becomes a suspect: see `run_alone`.
 
         Invariant: committed positions are computed.
         """
         self.discard_in_flight()  # its chunks in later steps depend on this one
         self.num_computed = min(self.num_computed, start)
         assert self.num_written <= self.num_computed or self.row < 0, "a committed chunk has failed"
-        self.runs_alone = self.row >= 0
+        if self.row >= 0:
+            self.run_alone(alone_until)
+
+    def run_alone(self, until: int) -> None:
+        """Make it a suspect of a failed step: it runs alone until a chunk of it to position `until` succeeds."""
+        self.runs_alone, self.alone_until = True, until
 
     def finish(self) -> None:
         """End it. Invariant: a sequence ends once, and results of its chunks in flight are ignored."""
@@ -369,7 +376,8 @@ class Sequence:
 
         The same as `commit_chunk` and `append_sampled`, for a sequence that `is_plain` and a valid token.
         """
-        self.runs_alone = False
+        if self.runs_alone:
+            self.runs_alone = stop < self.alone_until
         if self.row >= 0:
             self.num_written = stop
         self.num_pending -= 1

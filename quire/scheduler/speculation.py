@@ -93,7 +93,7 @@ class Speculator:
         self._cache = cache
         self._structured_outputs = structured_outputs
         self._request_stats = request_stats
-        self.governor = Governor(costs.step_curve.seconds)
+        self.governor = Governor(costs.step_curve.seconds, lambda: costs.row_time.per_row)
         self.keeps_answers = True  # whether sources learn from sequences that have ended
         self.governs = config.governs_speculation  # whether drafts are verified only if they are expected to save time
         self._chances: OrderedDict[str, Chances] = OrderedDict()  # by tenant, least recently used first
@@ -331,4 +331,5 @@ class Speculator:
             firsts = self._cache.grow_free(table)
             if firsts is not None:
                 builder.update_table(chunk.seq, firsts)
-        return table.capacity - chunk.stop
+        count = table.capacity - chunk.stop
+        return count if self._cache.states is None else min(count, self._cache.states.max_pending)

@@ -4,7 +4,9 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Listing
 
 import msgspec
+from msgspec import UNSET
 
+from quire.cache.states import StateBlocks
 from quire.core.step import (
     PARAMETER_COLUMNS,
     Chunk,
@@ -59,6 +61,7 @@ class StepBuilder:
 
     __slots__ = (
         "_num_beyond",
+        "_states",
         "blocks",
         "chunks",
         "id",
@@ -72,7 +75,7 @@ class StepBuilder:
         "tokens",
     )
 
-    def __init__(self, step_id: int, num_groups: int, *, reset: bool) -> None:
+    def __init__(self, step_id: int, num_groups: int, states: StateBlocks | None = None, *, reset: bool) -> None:
         self.id = step_id
         self.reset = reset
         self.new_rows: list[Sequence] = []
@@ -85,6 +88,7 @@ class StepBuilder:
         self.num_proposals = 0  # sequences whose drafters were asked
         self.num_indexed_tokens = 0  # for proposals
         self._num_beyond = 0  # tokens of chunks beyond their first
+        self._states = states
 
     def count_proposal(self, num_indexed: int) -> None:
         """Count a sequence whose drafters were asked, and the tokens that were indexed for it."""
@@ -103,6 +107,7 @@ class StepBuilder:
 
         num_prompt_outputs: number of its last positions with prompt logprobs or pooled states in the result.
         """
+        self._schedule_state(seq, start, stop)
         samples = seq.schedule(stop, self.id)
         output = _SAMPLE if samples else _POOL if num_prompt_outputs and seq.is_pooling else _NONE
         self.chunks += (seq.row, seq.id, start, stop, 0, num_prompt_outputs + samples, output)
@@ -112,9 +117,14 @@ class StepBuilder:
     def add_token(self, seq: Sequence, start: int) -> None:
         """Schedule the position `start` of a sequence without prompt outputs. The same as `add_chunk` for it."""
         stop = start + 1
+        self._schedule_state(seq, start, stop)
         samples = seq.schedule(stop, self.id)
         self.chunks += (seq.row, seq.id, start, stop, 0, samples, samples)
         self.scheduled.append(ScheduledChunk(seq, start, stop, seq.epoch, 0))
+
+    def _schedule_state(self, seq: Sequence, start: int, stop: int) -> None:
+        if self._states is not None and seq.table is not None:
+            self._states.schedule(seq.table, start, stop, len(seq.tokens))
 
     def add_drafts(self, place: int, proposal: Proposal) -> None:
         """Extend the chunk at index `place`, which samples behind the last known token, by drafts."""
@@ -122,6 +132,8 @@ class StepBuilder:
         seq, stop = chunk.seq, chunk.stop + count
         self.tokens.append((seq.row, chunk.stop, list(proposal.tokens)))
         seq.schedule_drafts(count)
+        if self._states is not None and seq.table is not None:
+            self._states.extend(seq.table, count)
         self.scheduled[place] = ScheduledChunk(seq, chunk.start, stop, chunk.epoch, chunk.num_prompt_outputs, proposal)
         at = place * _NUM_FIELDS
         self.chunks[at + 3 : at + 6] = (stop, count, count + 1)
@@ -160,6 +172,7 @@ class StepBuilder:
             moves,
             Chunks.of_values(self.chunks),
             adapters.take_unsent(every=self.reset),
+            UNSET if self._states is None else self._states.take_chunks(),
         )
 
 

@@ -193,10 +193,14 @@ class Governor:
     beyond what they cost. So drafts that never pay cost about that share, and those that pay are proposed in each step.
     """
 
-    def __init__(self, seconds: Callable[[int], float]) -> None:
-        """seconds: seconds of a step on the device by its number of tokens; 0 if unknown."""
+    def __init__(self, seconds: Callable[[int], float], row_seconds: Callable[[], float] = lambda: 0.0) -> None:
+        """seconds: seconds of a step on the device by its number of tokens; 0 if unknown.
+
+        row_seconds: what each sequence adds to them, whatever the number of its drafts.
+        """
         self.host_time = HostTime()
-        self._seconds = seconds
+        self._seconds_of_tokens = seconds
+        self._row_seconds = row_seconds
         self._unspent = 0.0  # seconds for trials: steps that are expected to be worse than the best
         self._tries_more = True  # whether the next trial has more drafts than the best step, not none
         self._balance = inf  # seconds for proposals and drafts; at first as much as can be saved up
@@ -210,7 +214,7 @@ class Governor:
 
         num_tokens, num_samples: of the step without drafts. num_proposals: at most. Called once per step.
         """
-        device, host = self._seconds(num_tokens), self.host_time
+        device, host = self._seconds(num_tokens, num_samples), self.host_time
         plain = host.of_plain_step(num_samples)
         base = device + plain
         if base == 0:
@@ -224,12 +228,12 @@ class Governor:
         if self._pauses:
             return False
         added = host.of_drafts(num_samples)
-        if self._seconds(num_tokens + 1) + added - device <= self._unspent:
+        if self._seconds(num_tokens + 1, num_samples) + added - device <= self._unspent:
             return True
         # the first token of a group of tokens may cost more than the others
         least = _least_gain(num_samples) * num_samples
         return any(
-            (num_samples + count) * base >= least * (self._seconds(num_tokens + count) + plain + added)
+            (num_samples + count) * base >= least * (self._seconds(num_tokens + count, num_samples) + plain + added)
             for count in (1, _GROUP, _MOST_PER_SAMPLE * num_samples)
         )
 
@@ -254,13 +258,13 @@ class Governor:
             least.append(number)
             gains += [(gain, i) for gain in priced]
         gains = sorted(gains, reverse=True)[:most]  # the gains of a chain fall, so a prefix of it is selected
-        base = self._seconds(num_tokens)
+        base = self._seconds(num_tokens, num_samples)
         expected = list(accumulate((gain for gain, _ in gains), initial=float(num_samples)))
         least_cost = base * min(_LEAST_COST, _LEAST_SHARE / num_samples)
         plain, added = self.host_time.of_plain_step(num_samples), self.host_time.of_drafts(num_samples)
 
         def seconds(count: int) -> float:
-            device = max(self._seconds(num_tokens + count), base + least_cost * count)
+            device = max(self._seconds(num_tokens + count, num_samples), base + least_cost * count)
             return device + plain + (added if count else 0.0)
 
         best = 0
@@ -269,7 +273,7 @@ class Governor:
             if expected[best] * seconds(0) < _least_gain(num_samples) * num_samples * seconds(best):
                 best = 0
         if tries:
-            self._token_seconds = (self._seconds(num_samples) + plain) / num_samples
+            self._token_seconds = (self._seconds(num_samples, num_samples) + plain) / num_samples
             paying = best
             if base > 0:
                 best = self._tried(best, expected, seconds, len(candidates))
@@ -291,6 +295,10 @@ class Governor:
     def accepted(self, number: int) -> None:
         """Record accepted drafts."""
         self._balance = min(self._balance + number * self._token_seconds, self._most_balance)
+
+    def _seconds(self, num_tokens: int, num_rows: int) -> float:
+        """Seconds of a step on the device."""
+        return self._seconds_of_tokens(num_tokens) + self._row_seconds() * num_rows
 
     def _pay(self, seconds: float, most_owed: float) -> None:
         self._balance = max(self._balance - seconds, min(self._balance, -most_owed))

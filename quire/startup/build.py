@@ -271,7 +271,10 @@ def prepare_files(
     kinds = tuple(dict.fromkeys(description.kv_layers))
     head_dims = tuple({kind.head_dim for kind in kinds})
     dtype, kv_dtype = resolve_dtypes(options, description.dtype)
-    requirements = Requirements(usable_device(device), dtype, kv_dtype, options.block_size, head_dims, kv_kinds=kinds)
+    state = next(iter(description.state_layers), None)
+    requirements = Requirements(
+        usable_device(device), dtype, kv_dtype, options.block_size, head_dims, kv_kinds=kinds, state_kind=state
+    )
     requirements, dtype_line = _substitute_float16(options, requirements)
     dtype, kv_dtype = requirements.dtype, requirements.kv_dtype
     _check_block_size(options, requirements)
@@ -547,7 +550,10 @@ def _with_prefix_cache(
         vocab_size = files.description.vocab_size
         bounds = PrefixLimits(vocab_size, limits.max_model_len, cache.block_size)
         public = read_public_prefixes(options.public_prefixes, files.tokenizer, bounds)
-    return replace(cache, prefix_index=options.prefix_index, public_prefixes=public, eviction=options.eviction)
+    ends = {*files.description.eos_token_ids, files.tokenizer.eos_token_id} if cache.states is not None else ()
+    turn_ends = frozenset(token for token in ends if token is not None)
+    cache = replace(cache, prefix_index=options.prefix_index, eviction=options.eviction)
+    return replace(cache, public_prefixes=public, turn_ends=turn_ends)
 
 
 def _prefix_cache_line(cache: CacheConfig) -> str:

@@ -11,9 +11,21 @@ from contextlib import suppress
 from math import inf
 from typing import NamedTuple
 
+from msgspec import UNSET, UnsetType
+
 from quire.config import CacheConfig, SchedulerConfig
 from quire.core.runner import Runner
-from quire.core.step import ChunkOutput, Chunks, Move, NewRows, SamplingMasks, Step, StepResult, TableUpdates
+from quire.core.step import (
+    ChunkOutput,
+    Chunks,
+    Move,
+    NewRows,
+    SamplingMasks,
+    StateChunks,
+    Step,
+    StepResult,
+    TableUpdates,
+)
 from quire.cost.step_time import Calibration, CopySample, DecodeSample, PrefillSample
 
 log = logging.getLogger(__name__)
@@ -184,7 +196,7 @@ class _CalibrationRun:
         """Measure copies of blocks to the host pool and back, of two sizes."""
         most = [
             min(group.num_blocks, group.num_host_blocks, max(1, _MAX_COPY_BYTES // group.bytes_per_block))
-            for group in self._cache.groups
+            for group in self._cache.pools
         ]
         if not any(most):
             return
@@ -198,7 +210,7 @@ class _CalibrationRun:
                 out, _ = self._run_copy("device", "host", counts)
                 _, back = self._run_copy("host", "device", counts)
                 seconds = self._clock() - began
-                size = sum(n * group.bytes_per_block for n, group in zip(counts, self._cache.groups, strict=True))
+                size = sum(n * group.bytes_per_block for n, group in zip(counts, self._cache.pools, strict=True))
                 if repeat:  # the first copy touches new memory pages
                     found.copies.append(CopySample(size, out, back))
 
@@ -263,6 +275,12 @@ class _CalibrationRun:
                 moves.append(Move(-self._num_moves, group, source, target, pairs, self._cache.block_size))
         return self._run_step([], moves=moves).swap_seconds
 
+    def _states(self, chunks: Sequence[tuple[int, ...]]) -> StateChunks | UnsetType:
+        """The state blocks of chunks: that of a row has the row's number. All tokens of a chunk are applied."""
+        if self._cache.states is None:
+            return UNSET
+        return StateChunks.of([(row, start, stop) for row, _, start, stop, *_ in chunks], [])
+
     def _run_step(
         self,
         chunks: Sequence[tuple[int, ...]],
@@ -281,6 +299,7 @@ class _CalibrationRun:
             [TableUpdates.of([]) for _ in self._cache.groups] if blocks is None else blocks,
             list(moves),
             Chunks.of(chunks),
+            states=self._states(chunks),
         )
         self._next_id -= 1
         self._runner.launch(step)

@@ -152,7 +152,9 @@ def _perplexity(options: EngineOptions, text: Path, advance: Progress) -> Iterat
 
     The latter may not fit into memory. This is no problem.
     """
-    exact = replace(options, quantization="none", kv_cache_dtype="auto", weight_cache=None, journal=None)
+    exact = replace(
+        options, quantization="none", kv_cache_dtype="auto", state_dtype="float32", weight_cache=None, journal=None
+    )
     try:
         opened = open_files(options, report=_ignore, progress=lambda _done, _total: None)
         ids = read_token_ids(text, opened.files.tokenizer, PERPLEXITY_TOKENS)

@@ -49,7 +49,12 @@ def calibrated_rows(
     by parameter. progress(done, total): bytes of the weights. Raises ConfigError, ModelError.
     """
     description = describe(checkpoint)
-    if not all(layer.mixer.has_own_kv for layer in description.config.layers):
+    if description.state_layers:
+        raise ModelError(
+            f"{checkpoint.path} has layers with recurrent states, of which calibration keeps none; quantize without "
+            "calibration"
+        )
+    if not all(mixer.has_own_kv for mixer in description.config.attentions):
         raise ModelError(
             f"{checkpoint.path} has layers that attend to the KV of other layers, of which calibration keeps that of "
             "one sequence; quantize without calibration"

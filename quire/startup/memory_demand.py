@@ -1,16 +1,21 @@
 """Input of the memory plan and of the cost model, computed from a model, with the cache config made from the plan."""
 
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
 from math import prod
 
-from quire.config import CacheConfig, EngineOptions
+from quire.config import CacheConfig, EngineOptions, speculation_of
 from quire.core.kv_groups import KVGroup, KVKind
+from quire.core.states import StateGroup, StateKind
 from quire.cost.memory_plan import DEFAULT_LORA_MEMORY, HostPoolPlan, KVProfile, MemoryPlan, MemoryProfile
 from quire.cost.model_shape import ModelShape
-from quire.cost.step_work import AttentionWork, ComputeShape
+from quire.cost.step_work import AttentionWork, ComputeShape, StateWork
+from quire.errors import ConfigError
 from quire.kernels.contract import DTYPES, CaptureMemory, Kernels
 from quire.kernels.reference.quantized import read_bytes, stored_dtype_and_size
 from quire.kernels.reference.sampling import LOGITS_AT_ONCE
+from quire.kernels.state_contract import STATE_DTYPES
 from quire.kv_store.host import STAGING_BYTES
 from quire.models.description import ModelDescription
 from quire.models.model import Description
@@ -30,6 +35,7 @@ def shape_of(description: Description, dtype: str, schemes: Schemes = NO_SCHEMES
         weight_types=" and ".join([*dict.fromkeys(scheme.type_name for scheme in schemes.values()), dtype]),
         activations_per_token=description.activations_per_token,
         layers=tuple(description.kv_layers),
+        state_layers=tuple(description.state_layers),
     )
 
 
@@ -39,9 +45,13 @@ _LAYER_INPUTS = "layer_inputs.weight"  # a table, of which a token reads one row
 
 
 def compute_shape_of(
-    description: ModelDescription, dtype: str, kv_dtype: str, schemes: Schemes = NO_SCHEMES
+    description: ModelDescription,
+    dtype: str,
+    kv_dtype: str,
+    schemes: Schemes = NO_SCHEMES,
+    state_dtype: str = "float32",
 ) -> ComputeShape:
-    """The sizes that the work of a step depends on, with weights as in `shape_of` and KV in `kv_dtype`."""
+    """The sizes that the work of a step depends on, with weights as in `shape_of`, KV and states in their dtypes."""
     parameters, num_bytes = Counter[str](), Counter[str]()
     experts = description.config.experts
     for place in description.weight_map.values():
@@ -55,9 +65,9 @@ def compute_shape_of(
     grids = Counter(scheme.grid for parameter, scheme in schemes.items() if parameter not in (_HEAD, _EMBED))
     rounds_inputs = bool(grids) and grids.most_common(1)[0][0] != "e4m3"  # float8 weights are multiplied in `dtype`
     shape = shape_of(description, dtype, schemes)
-    mixers = [layer.mixer for layer in description.config.layers]
+    mixers = description.config.attentions
     return ComputeShape(
-        num_layers=len(mixers),
+        num_layers=description.config.num_layers,
         compute_dtype="int8" if rounds_inputs else dtype,
         projection_parameters=parameters["projection"],
         projection_bytes=num_bytes["projection"],
@@ -77,6 +87,21 @@ def compute_shape_of(
                 _kv_profile(kind, sum(mixer.kv == kind for mixer in mixers), kv_dtype).bytes_per_token,
             )
             for kind in shape.kv_groups
+        ),
+        states=_state_work(shape.state_layers, state_dtype),
+    )
+
+
+_FLOPS_PER_STATE_NUMBER = 7  # decay, prediction, update and output of the delta rule, of each number and token
+
+
+def _state_work(layers: Sequence[StateKind], dtype: str) -> StateWork:
+    """The work of the recurrence of all layers."""
+    return StateWork(
+        sum(kind.numbers(0) for kind in layers) * STATE_DTYPES[dtype].itemsize,
+        sum(
+            float(_FLOPS_PER_STATE_NUMBER * kind.num_recurrent + 2 * kind.conv_width * kind.num_channels)
+            for kind in layers
         ),
     )
 
@@ -108,6 +133,7 @@ def memory_profile(
         recorded = capture.capture_memory(
             options.max_num_seqs, token_bytes, logit_bytes, kernels.SCRATCH_BYTES, variants
         )
+    states = _state_group(shape.state_layers, options)
     return MemoryProfile(
         weight_bytes=shape.weight_bytes,
         weight_reason=f"{shape.num_parameters / 1e6:.2f} M parameters, {shape.weight_types}",
@@ -123,8 +149,35 @@ def memory_profile(
         scratch_bytes=attention + _SAMPLING_BYTES * sampled,
         captured_steps_bytes=recorded.bytes,
         captured_steps_reason=recorded.reason,
-        staging_bytes=len(groups) * 2 * STAGING_BYTES if overlaps_swaps else 0,
+        staging_bytes=_staging_bytes(len(groups), states) if overlaps_swaps else 0,
         lora_memory=(options.lora_memory or DEFAULT_LORA_MEMORY) if options.enable_lora else None,
+        states=states,
+        has_snapshots=options.enable_prefix_caching,
+    )
+
+
+def _staging_bytes(num_groups: int, states: StateGroup | None) -> int:
+    """Buffers of swaps in both directions, for each pool. They hold one block at least."""
+    of_states = 0 if states is None else max(STAGING_BYTES, states.bytes_per_block)
+    return 2 * (num_groups * STAGING_BYTES + of_states)
+
+
+def _state_group(layers: Sequence[StateKind], options: EngineOptions) -> StateGroup | None:
+    """The state blocks of a model, of which there are none yet; None for a model without recurrent states."""
+    if not layers:
+        if options.state_dtype != EngineOptions().state_dtype:
+            raise ConfigError(f"state_dtype {options.state_dtype!r}: the model has no recurrent states; leave it out")
+        return None
+    drafters, num_drafts = speculation_of(options)
+    max_pending = 1 + (num_drafts if drafters else 0)
+    numbers = len(layers) * layers[0].numbers(max_pending)
+    return StateGroup(
+        num_layers=len(layers),
+        kind=layers[0],
+        dtype=options.state_dtype,
+        num_blocks=0,
+        max_pending=max_pending,
+        bytes_per_block=numbers * STATE_DTYPES[options.state_dtype].itemsize,
     )
 
 
@@ -160,4 +213,5 @@ def make_cache_config(shape: ModelShape, dtype: str, plan: MemoryPlan, host: Hos
                 shape.kv_groups.items(), plan.profile.kv, plan.num_blocks, host.num_blocks, strict=True
             )
         ),
+        states=None if plan.states is None else replace(plan.states, num_host_blocks=host.num_state_blocks),
     )

@@ -111,7 +111,9 @@ def _native(
 
     implementation = "quire's own decoder"
     if isinstance(description.checkpoint, TextCheckpoint):
-        implementation += f", text only; {description.checkpoint.skipped}"
+        implementation += ", text only"
+    if skipped := description.skipped:
+        implementation += f"; {skipped}"
     return ModelFiles(description, tokenizer, read, implementation, _embedding(embedding, description))
 
 

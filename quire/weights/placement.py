@@ -9,6 +9,7 @@ from torch import Tensor
 from quire.kernels.contract import Kernels, PackedWeight, QuantizedRows, Weight
 from quire.kernels.reference import REFERENCE
 from quire.weights.checkpoint import Ranges
+from quire.weights.latent import Latent
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +24,9 @@ class Placement:
     is_stack: bool = False  # whether the first axis of tensor and parameter are parts, all of which it fills
     transposed: bool = False
     offset: float = 0.0  # added to each element
+    is_log: bool = False  # whether the parameter is -exp(element), and float32
     is_float32: bool = False  # whether the parameter is float32 in models of any type
+    latent: Latent | None = None  # of a weight that is expanded: see Latent.expanded
     ranges: Ranges = ()  # on each axis of the tensor, what is read; (): the whole
 
     @property
@@ -54,13 +57,17 @@ def write_weight(
         return
     if place.transposed:
         tensor = tensor.T
+    if place.latent is not None:
+        tensor = place.latent.expanded(tensor)
     if place.row_order:
         tensor = tensor.reshape(len(place.row_order), -1)[list(place.row_order)].reshape(tensor.shape)
     if place.offset:
         tensor = tensor.float() + place.offset
+    if place.is_log:
+        tensor = -tensor.float().exp()
     if isinstance(weight, PackedWeight):
         kernels.write_rows(weight, tensor, place.start, place.part or 0)
         return
     target = weight if place.part is None else weight[place.part]
-    tensor = tensor.flatten() if target.dim() == 1 else tensor
+    tensor = tensor.flatten() if target.dim() == 1 else tensor.reshape(-1, *target.shape[1:])
     target.narrow(0, place.start, tensor.shape[0]).copy_(tensor)

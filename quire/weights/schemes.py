@@ -28,6 +28,7 @@ AT_LOAD: Mapping[str, tuple[Scheme, Scheme]] = MappingProxyType({name: (one, INT
 
 _PROJECTIONS = (
     "qkv.weight",
+    "inputs.weight",
     "o.weight",
     "up.weight",
     "down.weight",

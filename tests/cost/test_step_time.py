@@ -5,10 +5,14 @@ from math import inf, isfinite
 
 import numpy as np
 import pytest
+from hybrid_shape import state_group
 from hypothesis import given
 from hypothesis import strategies as st
+from kv_groups import kv_group
 from scripted_engine import Rig
 
+from quire.cache.kv_cache import KVCache
+from quire.config import CacheConfig, SchedulerConfig
 from quire.core import codec
 from quire.core.kv_groups import kv_kind
 from quire.core.scheduling_params import Retention, SchedulingParams
@@ -16,6 +20,7 @@ from quire.core.step import StepResult
 from quire.cost.memory_plan import KVProfile, MemoryProfile, parse_swap_space, plan_host_pool, plan_memory
 from quire.cost.step_time import Calibration, CopySample, CostModel, DecodeSample, PrefillSample, PrefillTime, num_pairs
 from quire.errors import ConfigError, RequestError
+from quire.scheduler.scheduler import Scheduler
 
 MIB, GIB = 2**20, 2**30
 
@@ -178,7 +183,72 @@ def test_copies_of_late_weigh_most():
     assert back == inf
 
 
+# Recurrent states
+
+
+def hybrid_seconds(num_tokens, num_rows):
+    return 50e-3 + 0.5e-3 * num_tokens + 2e-3 * num_rows
+
+
+def hybrid_costs():
+    """The cost model of a model with states, after a calibration."""
+    costs = CostModel(has_states=True)
+    costs.calibrate(
+        Calibration(
+            prefill=[PrefillSample(n, 0, hybrid_seconds(n, 1)) for n in (8, 32, 128)],
+            decode=[DecodeSample(n, hybrid_seconds(n, n)) for n in (1, 4, 16)],
+        )
+    )
+    return costs
+
+
+def test_the_time_of_states_counts_by_row_and_not_by_token():
+    costs, rng = hybrid_costs(), random.Random(2)
+    assert costs.row_time.per_row == pytest.approx(2e-3, rel=0.02)
+    for _ in range(300):
+        rows = rng.choice((8, 16, 24, 32))
+        costs.observe_step(rows, rng.gauss(1, 0.02) * hybrid_seconds(rows, rows), num_rows=rows)
+    assert costs.row_time.per_row == pytest.approx(2e-3, rel=0.05), "steps of one token a row do not separate the two"
+    curve = costs.step_curve.seconds
+    assert 16 * costs.row_time.per_row + curve(16) == pytest.approx(hybrid_seconds(16, 16), rel=0.05)
+    assert curve(16) - curve(8) == pytest.approx(8 * 0.5e-3, abs=3e-3), "of 8 drafts; 8 rows more take 20 ms"
+
+
+def test_the_time_of_states_follows_steps_with_drafts():
+    costs, rng = hybrid_costs(), random.Random(3)
+    for _ in range(300):
+        rows, drafts = rng.choice((4, 8, 16)), rng.randrange(8)
+        costs.observe_step(rows + drafts, hybrid_seconds(rows + drafts, 3 * rows), num_rows=rows)
+    assert costs.row_time.per_row == pytest.approx(6e-3, rel=0.05)
+
+
+def test_without_states_rows_take_no_time_of_their_own():
+    costs, plain = CostModel(), CostModel()
+    for num_rows in (1, 4, 9):
+        costs.observe_step(9, 0.01 * num_rows, num_rows=num_rows)
+        plain.observe_step(9, 0.01 * num_rows)
+    assert costs.row_time.per_row == 0.0
+    assert costs.step_curve.seconds(9) == plain.step_curve.seconds(9)
+
+
 # In the scheduler
+
+
+def test_a_scheduler_counts_the_rows_of_a_model_with_states():
+    groups = (kv_group((0,), 1, 8, "float32", 64, 1),)
+    limits = SchedulerConfig(8, 64, 100, 0.5, 0.01, 1)
+    plain, hybrid = (
+        Scheduler(limits, KVCache(CacheConfig(4, groups, states=states))) for states in (None, state_group(8))
+    )
+    for scheduler in (plain, hybrid):
+        scheduler.calibrate(
+            Calibration(
+                prefill=[PrefillSample(n, 0, hybrid_seconds(n, 1)) for n in (8, 32)],
+                decode=[DecodeSample(n, hybrid_seconds(n, n)) for n in (1, 4, 16)],
+            )
+        )
+    assert plain.costs.row_time.per_row == 0
+    assert hybrid.costs.row_time.per_row == pytest.approx(2e-3, rel=0.02)
 
 
 def test_prefill_and_decode_steps_are_observed_separately():
@@ -188,6 +258,18 @@ def test_prefill_and_decode_steps_are_observed_separately():
     sizes = rig.scheduler.sizes
     assert rig.scheduler.costs.prefill.num_steps == sum(size > 1 for size in sizes) >= 3
     assert rig.scheduler.costs.decode_step_seconds > 0
+
+
+def test_each_step_is_observed_with_its_rows(monkeypatch):
+    observed = []
+    monkeypatch.setattr(
+        CostModel, "observe_step", lambda _, tokens, *more, num_rows: observed.append((tokens, num_rows))
+    )
+    rig = Rig(num_blocks=64, max_num_batched_tokens=16)
+    for name in "abc":
+        rig.add(name, [1, 2, 3], max_tokens=4)
+    rig.run()
+    assert observed == [(9, 3), (3, 3), (3, 3), (3, 3)]
 
 
 def test_a_calibrated_scheduler_replays_and_keeps_its_first_step_short():
@@ -268,9 +350,9 @@ def test_a_host_pool_by_default_takes_a_part_of_the_host_at_most():
     plan = memory_plan(0)
     pool = plan_host_pool(plan, asked=None, default=4 * GIB, available=4 * GIB)
     assert GIB - 12288 * 16 < pool.line.bytes <= GIB
-    assert plan_host_pool(plan, asked=None, default=0, available=4 * GIB) == ((0,), None)
-    assert plan_host_pool(plan, asked=None, default=4 * GIB, available=MIB // 4) == ((0,), None)
-    assert plan_host_pool(plan, asked="0", default=4 * GIB, available=4 * GIB) == ((0,), None)
+    assert plan_host_pool(plan, asked=None, default=0, available=4 * GIB) == ((0,), None, 0)
+    assert plan_host_pool(plan, asked=None, default=4 * GIB, available=MIB // 4) == ((0,), None, 0)
+    assert plan_host_pool(plan, asked="0", default=4 * GIB, available=4 * GIB) == ((0,), None, 0)
 
 
 def test_a_host_pool_that_cannot_be_is_refused():

@@ -7,7 +7,7 @@ import pytest
 from example_budget import examples
 
 from quire.cache.key_report import KeyChanges
-from quire.core.block_keys import BlockKeys, token_key
+from quire.core.block_keys import BlockKeys, state_key, token_key
 from quire.core.request import Namespace
 from quire.fleet.cached_keys import CachedKeys
 
@@ -36,6 +36,26 @@ def test_the_map_equals_the_sets_of_the_replicas_after_any_changes():
         prompt = [key(i) for i in range(12)]
         expected = [next((i for i, one in enumerate(prompt) if one not in own), 12) for own in sets]
         assert keys.num_blocks(prompt, {}) == expected
+
+
+def test_with_states_a_prompt_counts_up_to_the_deepest_snapshot_within_its_leading_blocks():
+    for seed in range(examples(60)):
+        rng, prompt = Random(seed), [key(i) for i in range(8)]
+        keys = CachedKeys(3, has_states=True)
+        there, expected = [], {}
+        for replica in range(3):
+            blocks = {one for one in prompt if rng.random() < 0.8}
+            states = {state_key(one) for one in prompt if rng.random() < 0.4}
+            reported = {one for one in (*blocks, *states) if rng.random() < 0.8}
+            keys.update(replica, KeyChanges(sorted(reported)))
+            for one in blocks | states:
+                expected[one] = expected.get(one, 0) | 1 << replica
+            there.append(blocks | states)
+        found = []
+        for own in there:
+            depth = next((i for i, one in enumerate(prompt) if one not in own), 8)
+            found.append(max((i for i in range(1, depth + 1) if state_key(prompt[i - 1]) in own), default=0))
+        assert keys.num_blocks(prompt, expected) == found
 
 
 def test_no_key_is_asked_for_behind_the_longest_match():

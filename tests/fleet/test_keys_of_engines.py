@@ -3,6 +3,7 @@
 from dataclasses import replace
 from random import Random
 
+import numpy as np
 import pytest
 from cached_block_keys import keys_in
 from example_budget import examples
@@ -11,7 +12,7 @@ from scripted_engine import Rig
 
 from quire.cache.kv_cache import KVCache
 from quire.core.adapter import Adapter
-from quire.core.block_keys import BlockKeys
+from quire.core.block_keys import BlockKeys, state_key, token_key
 from quire.core.request import NO_NAMESPACE, Namespace, Request
 from quire.core.scheduling_params import Program, SchedulingParams
 from quire.core.step import Pooling
@@ -28,8 +29,8 @@ KEYS = BlockKeys(SIZE, b"s" * 32, "model")
 class Engines:
     """Engines whose reports a router gets after each turn, in order."""
 
-    def __init__(self, num_replicas, rng, steps_in_flight):
-        self.rng, self.steps_in_flight = rng, steps_in_flight
+    def __init__(self, num_replicas, rng, steps_in_flight, num_states):
+        self.rng, self.steps_in_flight, self.num_states = rng, steps_in_flight, num_states
         self.router = Router(
             RouterConfig(
                 routing="predicted",
@@ -38,6 +39,7 @@ class Engines:
                 num_blocks=40,
                 max_num_seqs=8,
                 max_num_batched_tokens=32,
+                has_states=num_states > 0,
             )
         )
         self.rigs = [self.start() for _ in range(num_replicas)]
@@ -51,6 +53,7 @@ class Engines:
             fails=lambda _step: self.rng.random() < 0.05,
             steps_in_flight=self.steps_in_flight,
             max_model_len=80,
+            states=self.num_states,
         )
         rig.engine.report_keys(KEYS)
         return rig
@@ -75,12 +78,19 @@ class Engines:
         assert known == keys_in(rig.cache, KEYS)
         return len(known)
 
+    def found(self, replica, namespace, tokens):
+        """Blocks of a prompt that a replica can use: as the router knows, and as the cache finds."""
+        keys = KEYS.chain(token_key(tokens), namespace)
+        match = self.rigs[replica].cache.match_prefix(namespace, tokens)
+        return self.router.keys.num_blocks(keys, {})[replica], match.num_tokens // SIZE
 
+
+@pytest.mark.parametrize("num_states", [0, 12], ids=["", "states"])
 @pytest.mark.parametrize("steps_in_flight", [1, 2])
-def test_the_map_is_the_union_of_the_engines_blocks(steps_in_flight):
+def test_the_map_is_the_union_of_the_engines_blocks(steps_in_flight, num_states):
     for seed in range(examples(6)):
         rng = Random(seed)
-        engines = Engines(3, rng, steps_in_flight)
+        engines = Engines(3, rng, steps_in_flight, num_states)
         most = evicted = 0
         for _ in range(200):
             replica = rng.randrange(3)
@@ -96,6 +106,57 @@ def test_the_map_is_the_union_of_the_engines_blocks(steps_in_flight):
         union = set().union(*(keys_in(rig.cache, KEYS) for rig in engines.rigs))
         assert len(engines.router.keys) == len(union)
         assert most > 10 and evicted > 0 and engines.num_failed > 0
+
+
+@pytest.mark.parametrize("steps_in_flight", [1, 2])
+def test_a_router_finds_the_blocks_up_to_the_deepest_snapshot_as_the_cache_does(steps_in_flight):
+    total = 0
+    for seed in range(examples(10)):
+        rng = Random(seed)
+        engines = Engines(1, rng, steps_in_flight, num_states=12)
+        for _ in range(80):
+            if rng.random() < 0.4:
+                engines.add(0)
+            engines.turn(0)
+        engines.rigs[0].run()
+        engines.turn(0)
+        found = {}
+        for (namespace, _), root in engines.rigs[0].cache.index.trees.roots.items():
+            for leaf in (node for node in root.walk() if not node.children):
+                tokens = tuple(np.frombuffer(leaf.path, np.int64).tolist())
+                found[namespace, tokens] = engines.found(0, namespace, tokens)
+        for (namespace, tokens), (known, usable) in found.items():
+            assert usable <= known + (steps_in_flight - 1), "a snapshot may have an input of the next block"
+            assert any(
+                number >= known
+                for (other, others), (_, number) in found.items()
+                if (other, others[: known * SIZE]) == (namespace, tokens[: known * SIZE])
+            ), "no prompt that begins with these blocks can use them"
+            total += usable
+    assert total > 50
+
+
+def test_a_snapshot_is_reported_once_its_step_is_committed_and_until_it_leaves():
+    rig = Rig(num_blocks=200, prefix_index="radix", states=3, steps_in_flight=2)
+    rig.engine.report_keys(KEYS)
+    common = [1] * 19
+    keys = list(KEYS.chain(token_key(common), NO_NAMESPACE))
+    rig.add("warm", [9] * 20, max_tokens=4)  # from now on the engine predicts seconds
+    rig.run()
+    rig.add("first", [*common, *[2] * 9], max_tokens=2)
+    rig.run()
+    assert set(keys) <= set(rig.engine.take_key_changes().added)
+    rig.add("second", [*common, *[3] * 9], max_tokens=2)
+    rig.step()
+    assert state_key(keys[-1]) not in rig.engine.take_key_changes().added
+    rig.step()
+    assert state_key(keys[-1]) in rig.engine.take_key_changes().added
+    for token in range(10, 18):
+        rig.add(f"{token}", [token] * 20, max_tokens=2)
+        rig.run()
+    changes = rig.engine.take_key_changes()
+    assert state_key(keys[-1]) in changes.removed
+    assert not {*keys} & {*changes.removed}, "keys and values stay"
 
 
 def test_a_request_has_the_keys_that_its_engine_reports():

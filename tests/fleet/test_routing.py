@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from quire.cache.key_report import KeyChanges
 from quire.core import codec
-from quire.core.block_keys import BlockKeys, token_key
+from quire.core.block_keys import BlockKeys, state_key, token_key
 from quire.core.journal_file import JournalError, read_journal
 from quire.core.request import Namespace
 from quire.cost.step_time import CostFigures
@@ -113,6 +113,24 @@ def test_ties_go_to_the_replica_with_the_most_free_kv():
     front = Front(3)
     front.free = [10, 30, 20]
     assert front.place(keys_of("p", 3)).replica == 1
+
+
+def test_with_states_a_prefix_counts_from_the_third_request_on_since_the_second_leaves_its_snapshot():
+    front = Front(2, has_states=True)
+    common = keys_of("common", 8)
+    found = []
+    for name in "abcd":
+        placed = front.place(common + keys_of(name, 1), name=name, allowed=[1])
+        found.append(placed.candidates[0].num_cached_tokens)
+    assert found == [0, 0, 128, 128]
+    front.router.update_keys(1, KeyChanges(common))
+    for name in "abcd":
+        front.end(name, 1)
+    assert front.router.is_empty
+    assert front.place(common, allowed=[1], name="e").candidates[0].num_cached_tokens == 0, "they were aborted"
+    front.end("e", 1)
+    front.router.update_keys(1, KeyChanges([state_key(common[4])]))
+    assert front.place(common, allowed=[1]).candidates[0].num_cached_tokens == 5 * SIZE
 
 
 def test_a_common_prefix_of_requests_that_arrive_together_counts_where_the_first_went():

@@ -28,7 +28,11 @@ def run(engine: Engine, requests: list[tuple[list[int], dict]]) -> list[list[int
 
 @pytest.mark.parametrize(  # tests/models compares all kinds without the engine
     "kind",
-    ["llama-gqa-tied", "mistral-window", "qwen3-gqa", "gemma2", "gemma3", "opt", "gpt2", "falcon-40b", "qwen3-moe"],
+    [
+        *("llama-gqa-tied", "mistral-window", "qwen3-gqa", "gemma2", "gemma3", "opt", "gpt2", "falcon-40b"),
+        *("qwen3-moe", "qwen3-next", "qwen3-5", "qwen3-5-moe", "lfm2", "lfm2-moe", "granite-hybrid-dense"),
+        "kimi-linear",
+    ],
 )
 def test_greedy_tokens_are_those_of_transformers(kind, tmp_path):
     reference = save(tmp_path, kind)

@@ -95,7 +95,7 @@ def test_deterministic_requests_share_with_their_like_alone():
     assert sum(count for count, promised in zip(found, strict, strict=True) if promised) > 200
 
 
-@pytest.mark.parametrize("kind", ["mistral-window", "gemma2", "gpt2", "qwen3-moe"])
+@pytest.mark.parametrize("kind", ["mistral-window", "gemma2", "gpt2", "qwen3-moe", "qwen3-5", "lfm2"])
 def test_other_models(kind, tmp_path):
     save(tmp_path, kind)
     for name in ("tokenizer.json", "tokenizer_config.json"):

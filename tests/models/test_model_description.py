@@ -47,10 +47,13 @@ def test_transformers_configs_are_understood(saved, kind):
     assert found.architecture == type(model).__name__
     assert (found.dtype, found.eos_token_ids) == ("float32", (2,))
     assert found.num_parameters == checkpoints.num_stored(model)
-    assert found.weight_bytes("float32") == 4 * found.num_parameters
+    assert found.weight_bytes("float32") == 4 * (found.num_parameters + checkpoints.num_expanded(found))
     assert (found.vocab_size, found.hidden_size) == (301, 64)
     num_shared = getattr(model.config, "num_kv_shared_layers", 0)
-    assert len(found.kv_layers) == model.config.num_hidden_layers - num_shared
+    kinds = getattr(model.config, "layer_types", None) or ["full_attention"] * model.config.num_hidden_layers
+    num_states = sum(kind in ("linear_attention", "conv") for kind in kinds)
+    assert len(found.kv_layers) == len(kinds) - num_shared - num_states - kinds.count("mlp")
+    assert len(found.state_layers) == num_states
     assert found.checkpoint.path == folder
 
 
@@ -94,6 +97,7 @@ SIZES |= {
 }
 SIZES |= {"num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size"}
 SIZES |= {"shared_expert_intermediate_size", "n_routed_experts", "moe_num_experts", "moe_k", "moe_topk"}
+SIZES |= {"linear_num_key_heads", "mamba_n_heads", "n_groups"}
 ALWAYS_THERE = SIZES | {"architectures", "model_type", "_sliding_window_pattern"}
 # fields without which a kind's other fields are wrong, or transformers fails
 NEEDED = {
@@ -103,6 +107,10 @@ NEEDED = {
     "gemma4": {"layer_types"},
     "gemma4-moe": {"layer_types"},
     "gemma4-shared-kv": {"layer_types"},
+} | {kind: {"layer_types", "layers_block_type"} for kind in checkpoints.HYBRIDS}
+NEEDED |= {
+    kind: {"layer_types", "num_experts_per_token", "topk_group", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"}
+    for kind in ("kimi-linear", "kimi-linear-groups")
 }
 
 

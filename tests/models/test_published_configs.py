@@ -91,6 +91,28 @@ def sizes(hidden, intermediate, layers, heads, kv_heads):
     }  # fmt: skip
 
 
+DELTA = {
+    "full_attention_interval": 4, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32, "linear_value_head_dim": 128,
+}  # fmt: skip
+QWEN35 = {
+    "attention_bias": False, "attn_output_gate": True, "head_dim": 256, "mamba_ssm_dtype": "float32",
+    "max_position_embeddings": 262144, "mlp_only_layers": [], "mtp_num_hidden_layers": 1, "rms_norm_eps": 1e-6,
+    "mtp_use_dedicated_embeddings": False, "vocab_size": 248320,
+    "rope_parameters": {
+        "mrope_interleaved": True, "mrope_section": [11, 11, 10], "rope_type": "default", "rope_theta": 10000000,
+        "partial_rotary_factor": 0.25,
+    },
+}  # fmt: skip
+LINEAR = ["linear_attention", "linear_attention", "linear_attention", "full_attention"]
+GRANITE4 = {
+    "attention_bias": False, "embedding_multiplier": 12, "init_method": "mup", "mamba_chunk_size": 256,
+    "layer_types": (["mamba"] * 5 + ["attention"] + ["mamba"] * 4) * 4, "mamba_conv_bias": True, "mamba_d_conv": 4,
+    "mamba_d_head": "auto", "mamba_d_state": 128, "mamba_expand": 2, "mamba_n_groups": 1, "mamba_proj_bias": False,
+    "max_position_embeddings": 131072, "normalization_function": "rmsnorm", "output_router_logits": False,
+    "position_embedding_type": "nope", "residual_multiplier": 0.22, "rms_norm_eps": 1e-5, "rope_theta": 10000,
+    "router_aux_loss_coef": 0.0, "tie_word_embeddings": True, "vocab_size": 100352,
+}  # fmt: skip
 # architecture, fields besides those of COMMON
 CONFIGS = {
     "Llama 2": ("LlamaForCausalLM", RMS),
@@ -291,6 +313,62 @@ CONFIGS = {
     "Minitron 4B": ("NemotronForCausalLM", {
         **sizes(3072, 9216, 32, 24, 8), "norm_eps": 1e-5, "head_dim": 128, "hidden_act": "relu2", "rope_theta": 10000,
         "partial_rotary_factor": 0.5, "attention_bias": False, "mlp_bias": False}),
+    "Qwen3-Next 80B-A3B": ("Qwen3NextForCausalLM", {
+        **sizes(2048, 5120, 48, 16, 2), **DELTA, "attention_bias": False, "decoder_sparse_step": 1, "head_dim": 256,
+        "rms_norm_eps": 1e-6, "mlp_only_layers": [], "moe_intermediate_size": 512, "norm_topk_prob": True,
+        "num_experts": 512, "num_experts_per_tok": 10, "output_router_logits": False, "partial_rotary_factor": 0.25,
+        "rope_theta": 10000000, "router_aux_loss_coef": 0.001, "shared_expert_intermediate_size": 512,
+        "use_sliding_window": False, "max_position_embeddings": 262144}),
+    "Qwen 3.5 9B": ("Qwen3_5ForCausalLM", {
+        **sizes(4096, 12288, 32, 16, 4), **DELTA, **QWEN35, "layer_types": LINEAR * 8}),
+    "Qwen 3.5 35B-A3B": ("Qwen3_5MoeForCausalLM", {
+        **sizes(2048, 512, 40, 16, 2), **DELTA, **QWEN35, "layer_types": LINEAR * 10, "moe_intermediate_size": 512,
+        "num_experts": 256, "num_experts_per_tok": 8, "shared_expert_intermediate_size": 512,
+        "output_router_logits": False, "router_aux_loss_coef": 0.001}),
+    "LFM2 1.2B": ("Lfm2ForCausalLM", {
+        **sizes(2048, 12288, 16, 32, 8), "block_auto_adjust_ff_dim": True, "block_dim": 2048, "block_ff_dim": 12288,
+        "block_ffn_dim_multiplier": 1.0, "block_mlp_init_scale": 1.0, "block_multiple_of": 256, "block_norm_eps": 1e-5,
+        "block_out_init_scale": 1.0, "block_use_swiglu": True, "block_use_xavier_init": True, "conv_L_cache": 3,
+        "conv_bias": False, "conv_dim": 2048, "conv_dim_out": 2048, "conv_use_xavier_init": True, "norm_eps": 1e-5,
+        "full_attn_idxs": [2, 5, 8, 10, 12, 14], "num_heads": 32, "rope_theta": 1000000.0, "use_pos_enc": True,
+        "max_position_embeddings": 128000, "tie_word_embeddings": True, "vocab_size": 65536}),
+    "LFM2 8B-A1B": ("Lfm2MoeForCausalLM", {
+        **sizes(2048, 7168, 24, 32, 8), "conv_L_cache": 3, "conv_bias": False, "norm_eps": 1e-5, "num_experts": 32,
+        "layer_types": ["full_attention" if i in (2, 6, 10, 14, 18, 21) else "conv" for i in range(24)],
+        "moe_intermediate_size": 1792, "norm_topk_prob": True, "num_dense_layers": 2, "num_experts_per_tok": 4,
+        "rope_theta": 1000000.0, "routed_scaling_factor": 1.0, "use_expert_bias": True, "tie_word_embeddings": True,
+        "max_position_embeddings": 128000, "vocab_size": 65536}),
+    "Nemotron Nano 2 9B": ("NemotronHForCausalLM", {
+        **sizes(4480, 15680, 56, 40, 8), "attention_bias": False, "attention_head_dim": 128, "chunk_size": 128,
+        "conv_kernel": 4, "expand": 2, "head_dim": 128, "layer_norm_epsilon": 1e-5, "mamba_head_dim": 80,
+        "hybrid_override_pattern": "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-", "mamba_num_heads": 128,
+        "mamba_hidden_act": "silu", "mamba_proj_bias": False, "mlp_bias": False, "mlp_hidden_act": "relu2",
+        "n_groups": 8, "rescale_prenorm_residual": True, "residual_in_fp32": False, "rms_norm_eps": 1e-5,
+        "sliding_window": None, "ssm_state_size": 128, "time_step_floor": 0.0001, "time_step_max": 0.1,
+        "time_step_min": 0.001, "use_bias": False, "use_conv_bias": True, "use_mamba_kernels": True,
+        "num_logits_to_keep": 1, "max_position_embeddings": 131072, "vocab_size": 131072}),
+    "Granite 4.0 H Tiny": ("GraniteMoeHybridForCausalLM", {
+        **sizes(1536, 512, 40, 12, 4), **GRANITE4, "attention_multiplier": 0.0078125, "logits_scaling": 6.0,
+        "num_local_experts": 64, "num_experts_per_tok": 6, "shared_intermediate_size": 1024, "mamba_n_heads": 48}),
+    "Granite 4.0 H Micro": ("GraniteMoeHybridForCausalLM", {
+        **sizes(2048, 8192, 40, 32, 8), **GRANITE4, "attention_multiplier": 0.015625, "logits_scaling": 8.0,
+        "num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 8192, "mamba_n_heads": 64}),
+    "Granite 4.0 Micro": ("GraniteMoeHybridForCausalLM", {
+        **sizes(2560, 8192, 40, 40, 8), **GRANITE4, "attention_multiplier": 0.015625, "logits_scaling": 10.0,
+        "num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 8192, "mamba_n_heads": 128,
+        "layer_types": ["attention"] * 40, "position_embedding_type": "rope", "rope_theta": 10000000}),
+    "Kimi Linear 48B-A3B": ("KimiLinearForCausalLM", {
+        **sizes(2304, 9216, 27, 32, 32), "first_k_dense_replace": 1, "head_dim": 72, "kv_lora_rank": 512,
+        "linear_attn_config": {
+            "full_attn_layers": [4, 8, 12, 16, 20, 24, 27], "head_dim": 128, "num_heads": 32,
+            "kda_layers": [i for i in range(1, 27) if i % 4], "short_conv_kernel_size": 4},
+        "max_position_embeddings": 1048576, "mla_use_nope": True, "model_max_length": 1048576,
+        "moe_intermediate_size": 1024, "moe_layer_freq": 1, "moe_renormalize": True,
+        "moe_router_activation_func": "sigmoid", "num_expert_group": 1, "num_experts": 256,
+        "num_experts_per_token": 8, "num_nextn_predict_layers": 0, "num_shared_experts": 1, "q_lora_rank": None,
+        "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+        "routed_scaling_factor": 2.446, "topk_group": 1, "use_grouped_topk": True, "v_head_dim": 128,
+        "vocab_size": 163840}),
 }  # fmt: skip
 
 OLDER = {"Falcon 40B", "Phi-3 128k"}  # spellings that transformers 5 does not read
@@ -339,6 +417,11 @@ YARN_KEYS = {
     "rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 2048,
     "rope.scaling.yarn_beta_fast": 32.0, "rope.scaling.yarn_beta_slow": 1.0, "rope.scaling.yarn_ext_factor": 1.0,
 }  # fmt: skip
+LINEAR_KEYS = {
+    "ssm.conv_kernel": 4, "ssm.state_size": 128, "ssm.group_count": 16, "ssm.time_step_rank": 32,
+    "ssm.inner_size": 4096, "rope.dimension_count": 64,
+}  # fmt: skip
+CONVOLUTION = {"shortconv.l_cache": 3, "attention.head_count_kv": np.array([0, 2]), "vocab_size": 32000}
 HEADS = {"attention.key_length": 64, "attention.value_length": 64}
 ROTARY = {"rope.dimension_count": 64, "vocab_size": 32000}
 MIXED = {"expert_count": 8, "expert_used_count": 2, "expert_feed_forward_length": 64, "expert_shared_count": 1}
@@ -398,6 +481,19 @@ KEYS = {
                                      "attention.scale": 0.0078125, "embedding_scale": 12.0, "logit_scale": 6.0}, {}),
     "Nemotron": ("nemotron", {**LAYER_KEYS, "attention.layer_norm_rms_epsilon": 1e-5, "rope.dimension_count": 32,
                               "rope.scaling.type": "none"}, {}),
+    "Qwen3-Next": ("qwen3next", {**RMS_KEYS, **HEADS, **MIXED, **LINEAR_KEYS, "full_attention_interval": 4,
+                                 "expert_shared_count": 0, "expert_shared_feed_forward_length": 256},
+                   {"blk.1.attn_q.weight": None}),
+    "Qwen 3.5": ("qwen35", {**RMS_KEYS, **HEADS, **LINEAR_KEYS, "rope.dimension_sections": np.array([11, 11, 10, 0]),
+                            "block_count": 3, "nextn_predict_layers": 1}, {"blk.1.attn_q.weight": None}),
+    "Qwen 3.5 MoE": ("qwen35moe", {
+        **{name: value for name, value in RMS_KEYS.items() if name != "feed_forward_length"}, **HEADS, **MIXED,
+        **LINEAR_KEYS, "rope.dimension_sections": np.array([11, 11, 10, 0]), "expert_shared_count": 0,
+        "expert_shared_feed_forward_length": 256,
+    }, {"blk.1.attn_q.weight": None}),
+    "LFM2": ("lfm2", {**RMS_KEYS, **CONVOLUTION}, {"blk.1.attn_q.weight": None}),
+    "LFM2 MoE": ("lfm2moe", {**RMS_KEYS, **MIXED, **CONVOLUTION, "expert_gating_func": 2, "expert_shared_count": 0,
+                             "leading_dense_block_count": 1}, {"blk.1.attn_q.weight": None}),
     "Pythia": ("gptneox", {**LAYER_KEYS, "rope.dimension_count": 16, "use_parallel_residual": True}, {}),
 }  # fmt: skip
 

@@ -23,7 +23,9 @@ REFUSED = {
     "alibi": True,
     "add_cross_attention": True,
     "clip_qkv": 8.0,
+    "q_lora_rank": 8,
     "layer_norm_elementwise_affine": False,
+    "mamba_hidden_act": "gelu",
     "moe_apply_router_weight_on_input": True,
     "moe_norm_min": 0.1,
     "moe_router_logit_softcapping": 30.0,
@@ -63,7 +65,10 @@ def defaults(architecture):
     cls = config_class(architecture)
     known = {one.name: one for one in fields(cls)}
     found = {name: one.default for name, one in known.items() if one.default is not MISSING}
+    found = {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}  # as in JSON
     sizes = {name: value for name, value in REQUIRED.items() if name in known and found.get(name) is None}
+    if rule := FAMILIES[architecture].recurrence:
+        sizes["layer_types"] = [rule.attending[-1], *[rule.kinds[-1]] * (found.get("num_hidden_layers", 2) - 1)]
     base = {"architectures": [architecture], "model_type": cls.model_type, "dtype": "bfloat16", "head_dim": 128}
     return {**base, **{name: value for name, value in found.items() if value is not None}, **sizes}
 

@@ -34,11 +34,13 @@ def loaded(folder, dtype="float32", **options):
 def test_every_number_of_every_parameter_is_filled_once(saved, kind):
     folder, theirs = saved(kind)
     model, description = loaded(folder), describe(folder)
-    assert sum(parameter.numel() for parameter in model.parameters()) == description.num_parameters
+    stored = description.num_parameters + checkpoints.num_expanded(description)
+    assert sum(parameter.numel() for parameter in model.parameters()) == stored
     counts = {name: torch.zeros(parameter.shape) for name, parameter in model.named_parameters()}
     for place in description.weight_map.values():
-        write_weight(torch.ones(place.shape) - place.offset, filled := torch.zeros_like(counts[place.parameter]), place)
-        counts[place.parameter] += filled
+        ones = torch.ones(place.shape) - place.offset - float(place.is_log)  # the exponential of 0 is 1
+        write_weight(ones, filled := torch.zeros_like(counts[place.parameter]), place)
+        counts[place.parameter] += filled.abs() if place.latent is None else 1
     assert all((count == 1).all() for count in counts.values())
     assert not any(parameter.requires_grad for parameter in model.parameters())
     assert checkpoints.num_stored(theirs) == description.num_parameters

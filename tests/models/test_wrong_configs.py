@@ -89,6 +89,68 @@ def changed(source, folder, values):
         ("hunyuan", {"use_cla": True}, "use_cla = True is not supported"),
         ("cohere2", {"position_embedding_type": "alibi"}, "position_embedding_type = 'alibi' is not supported"),
         ("dots1", {"n_routed_experts": None}, "n_routed_experts is missing"),
+        (
+            "qwen3-next-listed",
+            {"layer_types": ["full_attention", "linear_attention", "linear_atention"]},
+            r"layers, not 'linear_atention' \(did you mean 'linear_attention'\?\)",
+        ),
+        ("qwen3-5-tied", {"layer_types": ["linear_attention"] * 3}, "none of 3 layers attends; quire serves models"),
+        ("qwen3-5-tied", {"layer_types": None}, "none of 3 layers attends"),
+        (
+            "qwen3-5",
+            {"linear_num_value_heads": 3},
+            r"\(3\) must be a multiple of linear_num_key_heads \(2\)",
+        ),
+        ("qwen3-5", {"linear_num_key_heads": 0}, "linear_num_key_heads must be at least 1, not 0"),
+        ("qwen3-5", {"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim must be at least 2, not 1"),
+        ("qwen3-5", {"linear_value_head_dim": 2048}, "linear_value_head_dim must be at most 1024"),
+        ("qwen3-5", {"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported; supported: silu, swish"),
+        ("qwen3-5", {"attn_output_gate": False}, "attn_output_gate = False is not supported; supported: True"),
+        ("qwen3-5-moe", {"norm_topk_prob": False}, "norm_topk_prob = False is not supported for this architecture"),
+        ("qwen3-5", {"full_attention_interval": 1, "layer_types": None}, "full_attention_interval must be at least 2"),
+        ("lfm2", {"layer_types": ["conv", "linear_attention", "conv"]}, "one of conv, full_attention for each of 3"),
+        ("lfm2", {"layer_types": None}, "layer_types is missing; it must say which of the 3 layers attend"),
+        (
+            "lfm2-indices",
+            {"layer_types": None, "full_attn_idxs": [1, 5]},
+            "full_attn_idxs has 5, which is none of layers 0 to 4",
+        ),
+        ("granite-hybrid", {"num_experts_per_tok": "auto"}, "num_experts_per_tok must be of type int, not 'auto'"),
+        ("lfm2-moe", {"num_experts_per_tok": 7}, r"num_experts_per_tok \(7\) is above num_experts \(6\)"),
+        (
+            "granite-hybrid",
+            {"mamba_n_heads": 7},
+            r"mamba_n_heads \(7\) heads of 16 numbers are not mamba_expand \(2\)",
+        ),
+        ("granite-hybrid", {"mamba_n_groups": 3}, r"mamba_n_heads \(8\) must be a multiple of mamba_n_groups \(3\)"),
+        (
+            "granite-hybrid",
+            {"time_step_limit": [0.5, 0.1]},
+            r"time_step_limit must be two numbers, .* not \[0\.5, ",
+        ),
+        ("granite-hybrid", {"num_experts_per_tok": 0}, "num_experts_per_tok must be at least 1, not 0"),
+        (
+            "nemotron-h",
+            {"layers_block_type": ["mamba", "mlp", "mamba", "attention", "moe"]},
+            "experts .E, moe. at layer 4",
+        ),
+        (
+            "nemotron-h",
+            {"layers_block_type": None, "hybrid_override_pattern": "M-M*X"},
+            "hybrid_override_pattern must have one of mamba, .* for each of 5 layers, not 'X'",
+        ),
+        ("nemotron-h", {"mamba_hidden_act": "gelu"}, "mamba_hidden_act = 'gelu' is not supported"),
+        ("granite-hybrid", {"position_embedding_type": "alibi"}, "position_embedding_type = 'alibi' is not supported"),
+        ("kimi-linear", {"num_key_value_heads": 2}, r"num_key_value_heads \(2\) must be num_attention_heads \(4\)"),
+        ("kimi-linear", {"v_head_dim": 30}, r"v_head_dim \(30\) is above the 24 numbers of a key"),
+        ("kimi-linear", {"q_lora_rank": 8}, "q_lora_rank = 8 is not supported"),
+        ("kimi-linear", {"attention_bias": True}, "attention_bias = True is not supported"),
+        ("kimi-linear", {"linear_attn_config": {"rank": 3}}, "linear_attn_config has rank, which is not supported"),
+        (
+            "kimi-linear",
+            {"layer_types": None, "linear_attn_config": {"full_attn_layers": [3], "kda_layers": [1, 2, 3]}},
+            "linear_attn_config must list each of layers 1 to 4 once",
+        ),
         ("glm4-moe", {"n_routed_experts": 0}, "n_routed_experts must be at least 1, not 0"),
         ("glm4-moe", {"n_routed_experts": 5000}, "n_routed_experts must be at most 4096"),
         ("olmoe", {"num_experts": "6"}, "num_experts must be of type int, not '6'"),
@@ -153,4 +215,40 @@ def test_experts_stacked_in_another_order_are_named_with_the_expected_shape(save
     save_file(tensors, folder / "model.safetensors")
     expected = re.escape(f"{name}: expected shape (6, 64, 64), found (64, 6, 64)")
     with pytest.raises(ModelError, match=expected):
+        load(describe(folder), dtype="float32")
+
+
+CONV, LOG = "model.layers.0.linear_attn.conv1d.weight", "model.layers.2.linear_attn.A_log"
+
+
+def with_tensors(source, folder, change):
+    """A copy of a checkpoint with changed tensors."""
+    shutil.copytree(source, folder)
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.usefixtures("unread")
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensors: tensors.pop(CONV), rf"lacks 1 of the .*: expected {CONV} with shape \(128, 1, 4\)"),
+        (
+            lambda tensors: tensors.update({CONV: torch.zeros(128, 1, 3)}),
+            rf"{CONV}: expected shape \(128, 1, 4\), found \(128, 1, 3\)",
+        ),
+        (lambda tensors: tensors.update({LOG: torch.zeros(5)}), rf"{LOG}: expected shape \(4,\), found \(5,\)"),
+    ],
+)
+def test_tensors_of_a_recurrence_that_do_not_fit_are_named(saved, tmp_path, change, message):
+    with pytest.raises(ModelError, match=message):
+        load(describe(with_tensors(saved("qwen3-5")[0], tmp_path / "model", change)), dtype="float32")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 100.0])
+def test_a_decay_that_is_no_number_is_named(saved, tmp_path, value):
+    folder = with_tensors(saved("qwen3-5")[0], tmp_path / "model", lambda tensors: tensors[LOG].fill_(value))
+    with pytest.raises(ModelError, match=f"{LOG} has numbers that are NaN or beyond the range of float32"):
         load(describe(folder), dtype="float32")

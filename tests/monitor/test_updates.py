@@ -29,6 +29,7 @@ KINDS = {
     "window": {"prefix_index": "radix", "windows": (0, 8)},
     "host": {"prefix_index": "radix", "num_host_blocks": 32, "preemption": "swap", "steps_in_flight": 2},
     "cost": {"prefix_index": "radix", "eviction": "cost"},
+    "states": {"prefix_index": "radix", "states": 12, "num_host_blocks": 32, "preemption": "swap", "turn_ends": [3]},
 }
 
 
@@ -133,7 +134,7 @@ def test_blocks_are_those_of_tables_and_index(kind, seed):
     rig = traffic.rig
     monitor = Monitor(rig.scheduler, Load())
     everything, own = PageViewer(monitor, 0, EVERYTHING), PageViewer(monitor, 1, Watcher("ann", sees_all=False))
-    letters = set()
+    letters, num_snapshots = set(), 0
     for _ in range(200):
         traffic.move()
         for seen in (everything, own):
@@ -146,10 +147,17 @@ def test_blocks_are_those_of_tables_and_index(kind, seed):
                 if seen is everything:
                     assert pool.num_free == state["pools"][group]["num_free"]
                 letters |= {one.partition(":")[0] for one in state["blocks"][group]}
+            if rig.cache.states is not None:
+                assert state["blocks"][group + 1] == expected_states(rig, seen.watcher), seen.watcher
+                assert state["pools"][group + 1]["block_size"] == 0
+                assert state["pools"][group + 1]["num_idle"] == state["blocks"][group + 1].count("C")
+                assert {row[0]: row[-1] for row in state["nodes"].values()} == expected_snapshots(rig, seen)
+                num_snapshots += sum(row[-1] for row in state["nodes"].values())
             for group, pool in enumerate(rig.cache.host_pools):
                 states = state["host"].get(group, [])
                 assert states.count("F") == (pool.num_free if seen is everything else 0)
     assert letters >= ({"F", "U", "O"} if kind == "none" else {"F", "U", "C", "O"})
+    assert (num_snapshots > 0) == (kind == "states")
 
 
 def expected_blocks(rig, watcher, group):
@@ -201,7 +209,9 @@ def test_nodes_are_those_of_the_trees():
             created,
             kind,
             text,
+            num_snapshots,
         ) in seen.state.nodes.values():
+            assert num_snapshots == 0
             node = nodes[number]
             assert parent == (-1 if node.parent is None else node.parent.id)
             assert (num_tokens, num_blocks) == (len(node.edge) // 8, len(node.blocks[0]))
@@ -371,6 +381,33 @@ def test_a_full_queue_lists_the_first_sequences(monkeypatch):
     update = Monitor(rig.scheduler, Load()).update(0, EVERYTHING, 0, rig.now, 0.0)
     assert [row.id for row in update.requests] == list("01234")
     assert (update.num_running, update.num_waiting) == (2, 6)
+
+
+def expected_states(rig, watcher):
+    """The states of all blocks of recurrent states, one by one."""
+    states, running = rig.cache.states, rig.scheduler.state.running_queue.running
+    mine = [seq for seq in running if sees(watcher, seq.request.namespace.tenant)]
+    nodes = [node for node in rig.cache.index.trees.nodes() if sees(watcher, node.tenant)]
+    own = {block for node in nodes for block in node.blocks[0]}
+    found = []
+    for block in range(states.pool.num_blocks):
+        users = [seq.id for seq in mine if seq.table.state.block == block]
+        if users:
+            found.append(f"{'S' if len(users) > 1 else 'U'}:seq{users[0]}")
+        elif states.anchors.get(block) in own:
+            found.append("C")
+        elif not watcher.sees_all:
+            found.append("O")
+        else:
+            found.append("U:nobody" if block in rig.cache.blocks_in_flight(1) else "F")
+    return found
+
+
+def expected_snapshots(rig, seen):
+    """By shown node: blocks with snapshots."""
+    anchors = set(rig.cache.states.anchors.values())
+    nodes = [node for node in rig.cache.index.trees.nodes() if node.id in seen.state.nodes]
+    return {node.id: len(anchors & set(node.blocks[0])) for node in nodes}
 
 
 def test_a_tenant_sees_only_sums_of_others():

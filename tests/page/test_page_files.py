@@ -3,10 +3,14 @@
 import gzip
 import re
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
-PAGE = Path(__file__).resolve().parents[2] / "quire" / "assets" / "page"
+from quire.core.explanation import MissReason
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "quire" / "assets" / "page"
 OWN = [path for path in sorted(PAGE.rglob("*")) if path.is_file() and "vendor" not in path.parts]
 MARKUP = [path for path in OWN if path.suffix in (".html", ".svg")]
 SCRIPTS = [path for path in OWN if path.suffix == ".js"]
@@ -82,3 +86,10 @@ def test_each_colour_scheme_has_the_same_names():
     assert len(schemes) == 3
     assert schemes[1] == schemes[2]
     assert schemes[1] <= schemes[0]
+
+
+def test_each_reason_of_a_miss_has_words_on_the_page_and_in_the_documentation():
+    script, docs = (PAGE / "see" / "explain.js").read_text(), (ROOT / "docs" / "api.md").read_text()
+    for reason in get_args(MissReason):
+        assert re.search(rf"^  {reason}: '", script, re.MULTILINE), reason
+        assert f"\n| `{reason}` | " in docs, reason

@@ -64,6 +64,12 @@
   for (let at = 5; at < 2000; at += 1) monitor.apply(update({ at, requests: [{ ...request, id: `r${at}` }], steps: [[at, at, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]] }));
   check('the history is bounded', monitor.snapshots.length <= 300 && monitor.samples.length <= 600 && monitor.finished.length <= 100 && monitor.steps.length <= 256);
 
+  const hybrid = new Monitor();
+  const states = { ...pool, name: 'delta state', block_size: 0, num_blocks: 30, num_free: 0, num_idle: 30 };
+  hybrid.apply(update({ full: true, pools: [pool, states], blocks: [[0, 0, 'F*10'], [1, 0, 'C*30']], tree: { nodes: [[1, -1, 9, 1, 4, 0, 0, 0, 0, '', 2]], evicted: [], num_nodes: 1, shown: 1 } }));
+  equal('blocks of states do not count as KV blocks', [hybrid.samples[0].used, hybrid.samples[0].cached], [0.5, 0.1]);
+  equal('snapshots of a node', hybrid.nodes.get(1).snapshots, 2);
+
   const node = (id, parent, tokens) => ({ id, parent, tokens, created: id });
   const tree = layoutTree([node(1, -1, 10), node(2, 1, 20), node(3, 1, 30), node(4, 2, 40)]);
   const place = Object.fromEntries(tree.placed.map((one) => [one.id, [one.x0, one.x1, one.y0, one.y1]]));

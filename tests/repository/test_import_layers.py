@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # too.
 ORDER = (
     # control plane
-    *("preload", "errors", "control_characters", "core.kv_groups", "config", "params", "core", "cost"),
+    *("preload", "errors", "control_characters", "core.kv_groups", "core.states", "config", "params", "core", "cost"),
     *("cache.retention", "cache.block_pool", "cache.block_table", "cache.prefix", "cache"),
     *(
         "speculation",
@@ -31,7 +31,14 @@ ORDER = (
         "monitor",
     ),
     # execution
-    *("kernels.contract", "kernels.exact", "kernels.reference", "kernels.deterministic"),
+    *(
+        "kernels.sampling_contract",
+        "kernels.state_contract",
+        "kernels.contract",
+        "kernels.exact",
+        "kernels.reference",
+        "kernels.deterministic",
+    ),
     *("kernels.cpu", "kernels.triton", "kernels"),
     *("weights.json_file", "weights.gguf.tensor_types", "weights.gguf.reader", "weights.gguf.special_tokens"),
     *("weights", "layers", "models", "models.transformers", "lora", "sampling", "kv_store", "runner"),

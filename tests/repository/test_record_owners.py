@@ -15,6 +15,8 @@ OTHER_TYPES = {
     ("engine/output_text.py", "result.finish_reason"),
     ("planner/simulated_engine.py", "total.num_evicted_blocks"),
     ("planner/simulation.py", "total.requests"),
+    ("planner/simulation.py", "total.seconds"),
+    ("terminal/bench.py", "self._result.seconds"),
     ("planner/simulation.py", "result.ended"),
     ("planner/simulation.py", "result.num_cached"),
     ("planner/simulation.py", "opened.result.replica"),

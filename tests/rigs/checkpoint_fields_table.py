@@ -20,7 +20,7 @@ from quire.weights.settings import FIELDS, Use
 DOCUMENT = Path(__file__).parents[2] / "docs" / "models.md"
 BEGIN, END = "<!-- made by tests/rigs/checkpoint_fields_table.py -->\n", "<!-- end of fields -->\n"
 
-USUAL = (False, True, "sigmoid")  # values of UNSUPPORTED fields, of which the first that is allowed is shown
+USUAL = (False, True, "sigmoid", "silu")  # values of UNSUPPORTED fields, of which the first that is allowed is shown
 LAYOUTS = {
     "gptq": "GPTQ",
     "awq": "AWQ",

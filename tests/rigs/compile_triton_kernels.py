@@ -17,7 +17,9 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from quire.core.states import StateGroup, StateKind
 from quire.kernels.contract import ACTIVATIONS, FP8, INT4, INT8, MXFP4, Batch, LowRank, Routing, Scheme
+from quire.kernels.state_contract import RecurrenceWeights, StateBatch
 from quire.kernels.triton.deterministic import TRITON_DETERMINISTIC as deterministic
 from quire.kernels.triton.kernels import MAX_HEAD_DIM
 from quire.kernels.triton.kernels import TRITON as ordinary
@@ -31,6 +33,12 @@ SCHEMES = [
     *(INT8, INT4, Scheme(8, 16, torch.bfloat16, has_offsets=True), Scheme(4, 16, torch.float16)),
     *(Scheme(4, 128, torch.float16, has_offsets=True), Scheme(8, 256), MXFP4, Scheme(4, 128, grid="iq4_nl")),
     *(FP8, Scheme(8, 128, grid="e4m3"), Scheme(8, 32, torch.bfloat16, grid="e4m3")),
+]
+STATE_KINDS = [
+    StateKind("delta", 32, 128, 4, num_key_heads=16, key_dim=128),
+    StateKind("kda", 32, 128, 4, num_key_heads=32, key_dim=128),
+    StateKind("mamba2", 64, 64, 4, num_key_heads=8, key_dim=128),
+    StateKind("convolution", 1, 2048, 3),
 ]
 SHARED_BYTES = 99 * 1024  # of a program with low-bit weights, on GPUs of compute capability 8.6 and 8.9
 MOST_SHARED_BYTES = 163 * 1024  # of a program, on GPUs of compute capability 8.0
@@ -142,6 +150,17 @@ def tokens(kernels, dtype):
     kernels.logprobs(logits, torch.zeros(3, 2, dtype=torch.int64), 5)
 
 
+def states(kernels, dtype, state_dtype, kind):
+    """The recurrence of a layer: a decoding sequence, and a prompt with a snapshot."""
+    storage = kernels.allocate_states(StateGroup(1, kind, state_dtype, 4, 8, 0), torch.device("cpu"))
+    starts, stops = (np.array(some) for some in ((90, 0), (91, 200)))
+    batch = StateBatch(starts, stops, np.arange(2), starts, stops, np.array([(1, 100, 3)]))
+    heads = [torch.zeros(kind.num_value_heads)] * 3
+    conv_weight = torch.zeros(kind.num_channels, kind.conv_width, dtype=dtype)
+    weights = RecurrenceWeights(conv_weight, conv_weight[:, 0].contiguous(), *heads)
+    kernels.recur(storage, 0, torch.zeros(201, kind.width, dtype=dtype), weights, kernels.plan_states(batch, storage))
+
+
 def main() -> None:
     """Compile all kernels in every variant and print their names."""
     driver.set_active(NoDevice())
@@ -155,6 +174,10 @@ def main() -> None:
     step(deterministic, torch.bfloat16, "bfloat16")
     for kernels in (ordinary, deterministic):
         rows(kernels, torch.bfloat16)
+    states(ordinary, torch.bfloat16, "float32", STATE_KINDS[0])
+    states(ordinary, torch.float32, "bfloat16", STATE_KINDS[1])
+    states(ordinary, torch.bfloat16, "bfloat16", STATE_KINDS[2])
+    states(ordinary, torch.bfloat16, "float32", STATE_KINDS[3])
     code_rows(ordinary, torch.bfloat16, SCHEMES)
     code_rows(ordinary, torch.float32, [FP8])
     code_rows(ordinary, torch.float16, [FP8], sizes=(1, 300))

@@ -38,6 +38,7 @@ class ContiguousCache:
     unwritten_blocks: frozenset[int] = frozenset()
     num_evicted = num_copied_tokens = num_swapped_out_blocks = num_swapped_in_blocks = num_pinned = 0
     has_urgent_moves = has_moves_in_flight = False
+    states = None
 
     def __init__(self, config, num_runs, max_model_len):
         self.config = config
@@ -54,6 +55,9 @@ class ContiguousCache:
     def admit(self, seq_id, tokens, namespace, *, reusable, cause=None, retention=None, **limits):
         run = self.pool.allocate_run()
         return None if run is None else Admission(self._table(seq_id, run, tokens), 0, 0, 0, Miss(0, tokens[0], "off"))
+
+    def match_prefix(self, namespace, tokens):
+        return NO_MATCH
 
     def fork(self, seq_id, new_id, num_tokens, tokens=()):
         source, run = self.tables[seq_id].blocks[0], self.pool.allocate_run()

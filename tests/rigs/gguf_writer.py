@@ -54,16 +54,23 @@ ARCHITECTURES = {
     "MiniMaxM2ForCausalLM": gguf.MODEL_ARCH.MINIMAXM2,
     "AfmoeForCausalLM": gguf.MODEL_ARCH.AFMOE,
     "ApertusForCausalLM": gguf.MODEL_ARCH.APERTUS,
+    "Qwen3NextForCausalLM": gguf.MODEL_ARCH.QWEN3NEXT,
+    "Qwen3_5ForCausalLM": gguf.MODEL_ARCH.QWEN35,
+    "Qwen3_5MoeForCausalLM": gguf.MODEL_ARCH.QWEN35MOE,
+    "Lfm2ForCausalLM": gguf.MODEL_ARCH.LFM2,
+    "Lfm2MoeForCausalLM": gguf.MODEL_ARCH.LFM2MOE,
 }
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 
 
 # architectures whose converter moves rows of queries and keys; those with norms whose weights lack 1
 _MOVED = ("llama", "granite", "granitemoe", "mistral3", "smollm3", "arcee")
-_PLUS_ONE = ("gemma", "gemma2", "gemma3", "nemotron")
+_LINEAR = ("qwen3next", "qwen35", "qwen35moe")
+_PLUS_ONE = ("gemma", "gemma2", "gemma3", "nemotron", *_LINEAR)
 # whose converter writes the number of dimensions that are rotated; elsewhere it is that of a head
 _ROTARY_COUNT = (
     *_MOVED,
+    *_LINEAR,
     "apertus",
     "afmoe",
     "glm4",
@@ -162,7 +169,8 @@ def add_config(writer, config):
     writer.add_context_length(get("max_position_embeddings", get("n_positions")))
     writer.add_embedding_length(hidden)
     writer.add_block_count(_layers(config))
-    writer.add_feed_forward_length(inner)
+    if _architecture_name(config) != "qwen35moe":
+        writer.add_feed_forward_length(_adjusted(config, inner))
     writer.add_head_count(heads)
     writer.add_head_count_kv(_key_heads(config))
     if "rms_norm_eps" in config:
@@ -197,7 +205,7 @@ def add_config(writer, config):
         ("routed_scaling_factor", writer.add_expert_weights_scale),
         ("route_scale", writer.add_expert_weights_scale),
         ("logit_scale", writer.add_logit_scale),
-        ("norm_eps", writer.add_layer_norm_eps),
+        ("norm_eps", writer.add_layer_norm_rms_eps if "conv_L_cache" in config else writer.add_layer_norm_eps),
         ("attn_logit_softcapping", writer.add_attn_logit_softcapping),
         ("final_logit_softcapping", writer.add_final_logit_softcapping),
         ("attention_multiplier", writer.add_attention_scale),
@@ -210,6 +218,7 @@ def add_config(writer, config):
             add(config[name])
     _add_experts(writer, config, inner)
     _add_windows(writer, config)
+    _add_recurrence(writer, config)
 
 
 def _add_experts(writer, config, inner):
@@ -217,7 +226,7 @@ def _add_experts(writer, config, inner):
     name = _architecture_name(config)
     if name in ("glm4moe", "dots1", "afmoe"):
         writer.add_expert_weights_norm(value=config.get("norm_topk_prob", True))
-    if name in ("glm4moe", "dots1", "minimax-m2", "afmoe"):
+    if name in ("glm4moe", "dots1", "minimax-m2", "afmoe", "lfm2moe"):
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     if name in ("minimax-m2", "hunyuan-moe"):
         writer.add_expert_feed_forward_length(inner)
@@ -228,6 +237,30 @@ def _add_experts(writer, config, inner):
         writer.add_expert_shared_feed_forward_length(inner // _key_heads(config))
     if name == "glm4moe":
         writer.add_nextn_predict_layers(config["num_nextn_predict_layers"])
+
+
+def _adjusted(config, inner):
+    """The size of an MLP of LFM2, where it is not that of the config."""
+    if not config.get("block_auto_adjust_ff_dim"):
+        return inner
+    inner, multiple = int(config["block_ffn_dim_multiplier"] * int(2 * inner / 3)), config["block_multiple_of"]
+    return multiple * ((inner + multiple - 1) // multiple)
+
+
+def _add_recurrence(writer, config):
+    if "conv_L_cache" in config:
+        writer.add_shortconv_l_cache(config["conv_L_cache"])
+        writer.add_vocab_size(config["vocab_size"])
+    if "linear_num_value_heads" in config:
+        values = config["linear_num_value_heads"]
+        writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
+        writer.add_ssm_state_size(config["linear_key_head_dim"])
+        writer.add_ssm_group_count(config["linear_num_key_heads"])
+        writer.add_ssm_time_step_rank(values)
+        writer.add_ssm_inner_size(config["linear_value_head_dim"] * values)
+        writer.add_full_attention_interval(config.get("full_attention_interval", 4))
+    if "mrope_section" in config.get("rope_parameters", {}) or _architecture_name(config).startswith("qwen35"):
+        writer.add_rope_dimension_sections([11, 11, 10, 0])
 
 
 def _add_windows(writer, config):
@@ -255,6 +288,8 @@ def _key_heads(config):
     heads = config.get("num_attention_heads", config.get("n_head"))
     if config.get("multi_query") and not config["new_decoder_architecture"]:
         return 1
+    if "conv_L_cache" in config:
+        return [config["num_key_value_heads"] * (kind != "conv") for kind in config["layer_types"]]
     return config.get("num_key_value_heads") or config.get("num_kv_heads") or heads
 
 
@@ -317,8 +352,13 @@ def convert(config, tensors):
         # biases of routers become names with a suffix
         named = name.replace("e_score_correction_bias", "e_score_correction.bias")
         named = f"{named}.bias" if named.endswith(".expert_bias") else named
+        named = named.replace(".dt_bias", ".dt_proj.bias")
         target = names.get_name(named, try_suffixes=(".weight", ".bias"))
         assert target, f"the gguf package has no name for {name}"
+        if gguf.MODEL_ARCH_NAMES[architecture] in _LINEAR and "linear_attn." in name:
+            found |= _recurrent(architecture, config, target, tensor)
+            continue
+        tensor = tensor.squeeze(1) if name.endswith(".conv.conv.weight") else tensor
         found[target] = _changed(architecture, config, target, name, tensor)
     return found
 
@@ -331,10 +371,18 @@ def _stacked(tensors):
         if not dot:
             found[name] = tensor
             continue
+        if after == "gate_up_proj":
+            gate, up = np.split(tensor, 2, axis=1)
+            found |= {f"{before}.experts.gate_proj.weight": gate, f"{before}.experts.up_proj.weight": up}
+            continue
+        if after == "down_proj":
+            found[f"{before}.experts.down_proj.weight"] = tensor
+            continue
         number, _, rest = after.partition(".")
         merged = f"{before}.experts.{rest}" if dot == ".experts." else f"{before}.weight"
         groups.setdefault(merged.replace("model.layers", "layers").replace("block_sparse_moe", "feed_forward")
-                          if "block_sparse_moe" in merged else merged, {})[int(number)] = tensor  # fmt: skip
+                          if "block_sparse_moe" in merged or "feed_forward" in merged else merged,
+                          {})[int(number)] = tensor  # fmt: skip
     return found | {name: np.stack([parts[i] for i in range(len(parts))]) for name, parts in groups.items()}
 
 
@@ -367,6 +415,38 @@ def _changed(architecture, config, target, name, tensor):
     if "query_key_value" in name:
         return _queries_keys_values(tensor, heads, groups)
     return tensor
+
+
+def _recurrent(architecture, config, target, tensor):
+    """The tensors of the file for one of a gated delta rule."""
+    keys, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    key_dim, value_dim = config["linear_key_head_dim"], config["linear_value_head_dim"]
+    part = target.split(".")[2]
+    if part == "ssm_a":
+        tensor = -np.exp(tensor)
+    if part == "ssm_conv1d":
+        tensor = tensor.squeeze(1)
+    if part == "ssm_in":
+        shared = values // keys * value_dim
+        groups = tensor.reshape(keys, -1, tensor.shape[1])
+        q, k, v, z = (
+            some.reshape(-1, tensor.shape[1])
+            for some in np.split(groups, (key_dim, 2 * key_dim, 2 * key_dim + shared), 1)
+        )
+        return {target.replace(part, "attn_qkv"): np.concatenate([q, k, v]), target.replace(part, "attn_gate"): z}
+    if architecture is gguf.MODEL_ARCH.QWEN3NEXT or part == "ssm_norm":
+        return {target: tensor}
+    first = 2 * keys * key_dim if part in ("attn_qkv", "ssm_conv1d") else 0
+    if part == "ssm_out":
+        return {target: _tiled(tensor.T, 0, keys, values).T}
+    return {target: _tiled(tensor, first, keys, values)}
+
+
+def _tiled(tensor, first, keys, values):
+    """Rows from `first` on: the first value heads of all key heads, then the second ones."""
+    heads = np.split(tensor[first:], values)
+    return np.concatenate([tensor[:first], *(heads[i] for tile in range(values // keys)
+                                             for i in range(tile, values, values // keys))])  # fmt: skip
 
 
 def _neighbours(tensor, heads):

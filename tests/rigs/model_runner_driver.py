@@ -41,7 +41,7 @@ def cache_for(model: Decoder, num_blocks: int, block_size: int = 4, num_groups: 
     dtype = str(model.embed.dtype).removeprefix("torch.")
     by_shape = {}
     for layer in model.config.layers:
-        if layer.mixer.has_own_kv:
+        if layer.kv_layer >= 0 and layer.mixer.has_own_kv:
             by_shape.setdefault((layer.mixer.num_kv_heads, layer.mixer.head_dim), []).append(layer.kv_layer)
     groups = [
         kv_group(tuple(layers[g::num_groups]), *shape, dtype, num_blocks, 1)

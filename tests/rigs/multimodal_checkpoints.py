@@ -20,9 +20,11 @@ QWEN3_SEEING = QWEN_SEEING | {
     "num_position_embeddings": 16,
     "deepstack_visual_indexes": [0],
 }
+QWEN35_SEEING = {name: value for name, value in QWEN3_SEEING.items() if name != "deepstack_visual_indexes"}
 GLM_SEEING = QWEN_SEEING | {"intermediate_size": 48, "image_size": 8}
 MROPE = {"rope_type": "default", "rope_theta": 3e4, "mrope_section": [4, 6, 6]}
 HALF_MROPE = MROPE | {"mrope_section": [2, 3, 3], "partial_rotary_factor": 0.5}
+QWEN3_5_MROPE = MROPE | {"mrope_section": [2, 1, 1], "mrope_interleaved": True, "partial_rotary_factor": 0.25}
 UNTIED = {"tie_word_embeddings": False}
 TIED = {"tie_word_embeddings": True}
 
@@ -72,6 +74,24 @@ KINDS = {
         "Qwen3VLMoe",
         {"rope_parameters": MROPE | {"mrope_interleaved": True}, **EXPERTS, "moe_intermediate_size": 24},
         QWEN3_SEEING,
+        {},
+    ),
+    "qwen3-5": (
+        "Qwen3_5",
+        {"rope_parameters": QWEN3_5_MROPE, "num_hidden_layers": 4, **random_checkpoints.DELTA},
+        QWEN35_SEEING,
+        {},
+    ),
+    "qwen3-5-moe": (
+        "Qwen3_5Moe",
+        {
+            "rope_parameters": QWEN3_5_MROPE,
+            "shared_expert_intermediate_size": 40,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            **random_checkpoints.DELTA,
+            **EXPERTS,
+        },
+        QWEN35_SEEING,
         {},
     ),
     "llava-llama": ("Llava", {"model_type": "llama"}, SEEING, {}),

@@ -1,13 +1,16 @@
-"""Runs a model with paged attention without a runner: chunks of several prompts in one step, greedy tokens."""
+"""Runs a model with paged attention and recurrent states without a runner: chunks of several prompts in one step."""
 
 import numpy as np
 import torch
 
 from quire.core.kv_groups import KVGroup
+from quire.core.states import StateGroup
 from quire.kernels import reference
 from quire.kernels.contract import Batch
+from quire.kernels.state_contract import StateBatch
 from quire.layers.attend import PagedAttend
 from quire.layers.context import AdapterRows, ForwardContext
+from quire.layers.recur import BlockStates
 from quire.models.description import describe
 from quire.models.loading import load
 
@@ -20,9 +23,13 @@ def load_model(folder, dtype="float32", **options):
 
 
 class Sequences:
-    """Several sequences with scattered blocks, in one KV group per kind of layer; blocks behind a window are lost."""
+    """Several sequences with scattered blocks, in one KV group per kind of layer; blocks behind a window are lost.
 
-    def __init__(self, description, model, lengths, *, block_size=16, kernels=reference):
+    Each has one live state block in a model with recurrences. `unsettled`: the last tokens of each chunk that are not
+    applied to the state until the sequence's next chunk.
+    """
+
+    def __init__(self, description, model, lengths, *, block_size=16, kernels=reference, unsettled=0):
         self.model, self.kernels, self.block_size = model, kernels, block_size
         dtype = str(model.embed.dtype).removeprefix("torch.")
         kinds = list(dict.fromkeys(description.kv_layers))
@@ -38,6 +45,14 @@ class Sequences:
                 table[row, :width] = ids[sum(widths[:row]) :][:width]
             self.tables.append(table)
         self.attend = PagedAttend(kernels, self.storages, model.score_scaling)
+        self.recur, self.unsettled = None, unsettled
+        if states := description.state_layers:
+            kind = states[0]
+            sizes = (len(lengths) + 1, unsettled, 4 * len(states) * kind.numbers(unsettled))
+            self.states = kernels.allocate_states(StateGroup(len(states), kind, "float32", *sizes), model.device)
+            self.states.data.fill_(torch.nan)
+            self.recur = BlockStates(kernels, self.states)
+            self.settled = np.zeros(len(lengths), np.int64)
         self.slots, self.width = None, 0  # the adapter of each sequence, and the width of all of them
 
     @staticmethod
@@ -62,14 +77,23 @@ class Sequences:
             lost = np.arange(table.shape[1]) < first[:, None]
             batches.append(Batch(starts, stops, np.where(lost, NOWHERE, table[list(rows)])))
         self.attend.plan(batches)
+        if self.recur is not None:
+            self._plan_states(np.array(rows), starts, stops)
         positions = torch.cat([torch.arange(a, b) for a, b in zip(starts, stops, strict=True)])
         ids = torch.tensor([token for some in tokens for token in some])
         adapters = None
         if self.slots is not None:
             slots = np.repeat([self.slots[row] for row in rows], [len(some) for some in tokens])
             adapters = AdapterRows(torch.from_numpy(slots.astype(np.int32)), self.width)
-        self.context = ForwardContext(self.kernels, self.attend, positions, adapters)
+        self.context = ForwardContext(self.kernels, self.attend, positions, adapters, self.recur)
         return self.model(ids, self.context)
+
+    def _plan_states(self, rows, starts, stops):
+        settles = np.maximum(starts, stops - self.unsettled)
+        blocks = len(self.settled) - rows  # not in the order of rows
+        settled = np.minimum(self.settled[rows], starts)
+        self.recur.plan(StateBatch(starts, stops, blocks, settled, settles, np.zeros((0, 3), np.int64)))
+        self.settled[rows] = settles
 
 
 def logits_of(folder, prompt, *, cut=10**9, dtype="float32", kernels=reference, **options):

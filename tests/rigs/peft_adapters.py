@@ -33,12 +33,18 @@ _CONVERSION = "peft.utils.transformers_weight_conversion.convert_peft_config_for
 
 
 def products(model) -> list[str]:
-    """The names of the linear modules of a transformers model, without its head and routers that select experts."""
-    head = model.get_output_embeddings()
+    """The names of the linear modules of a transformers model, without its head and routers that select experts.
+
+    PEFT refuses out_proj of Nemotron-H, whose kernels in transformers may compute it with the state.
+    """
+    head, is_nemotron = model.get_output_embeddings(), model.config.model_type == "nemotron_h"
     return [
         name
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear | Conv1D) and module is not head and "Router" not in type(module).__name__
+        if isinstance(module, nn.Linear | Conv1D)
+        and module is not head
+        and "Router" not in type(module).__name__
+        and not (is_nemotron and name.endswith("out_proj"))
     ]
 
 

@@ -1,9 +1,12 @@
 """Random checkpoints, small enough to create in a test, saved by transformers."""
 
+import re
+from math import prod
 from pathlib import Path
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 VOCAB = 301  # no multiple of 4 or 32, to test the last words of random numbers and masks
@@ -41,6 +44,25 @@ GEMMA4 = {
     "sliding_window": 13,
     "hidden_size_per_layer_input": 0,
     "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+}
+DELTA = {
+    "linear_conv_kernel_dim": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 20,
+}
+NEMOTRON_H = {"mamba_num_heads": 4, "mamba_head_dim": 10, "n_groups": 2, "ssm_state_size": 12, "conv_kernel": 3}
+MAMBA = {"mamba_n_heads": 8, "mamba_d_state": 12, "mamba_d_head": 16}
+KIMI = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 28,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
 }
 SIGMOID_EXPERTS = {
     "n_routed_experts": 8,
@@ -436,6 +458,194 @@ KINDS = {
     "cohere-qk-norm": ("Cohere", {"num_key_value_heads": 2, "use_qk_norm": True, "logit_scale": 0.5}),
 }
 
+# with layers that have a recurrence in place of attention
+HYBRIDS = {
+    "qwen3-next": (
+        "Qwen3Next",
+        {
+            "num_key_value_heads": 2,
+            "head_dim": 32,
+            "num_hidden_layers": 4,
+            "shared_expert_intermediate_size": 48,
+            "norm_topk_prob": True,
+            **DELTA,
+            **EXPERTS,
+        },
+    ),
+    "qwen3-next-listed": (
+        "Qwen3Next",
+        {
+            "num_key_value_heads": 1,
+            "head_dim": 16,
+            "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+            "mlp_only_layers": [1],
+            "attention_bias": True,
+            "shared_expert_intermediate_size": 32,
+            "norm_topk_prob": False,
+            **DELTA,
+            **EXPERTS,
+            "linear_num_value_heads": 2,
+        },
+    ),
+    "qwen3-5": ("Qwen3_5", {"num_key_value_heads": 2, "head_dim": 32, "num_hidden_layers": 4, **DELTA}),
+    "qwen3-5-tied": (
+        "Qwen3_5",
+        {
+            "num_key_value_heads": 4,
+            "head_dim": 16,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "tie_word_embeddings": True,
+            "attention_bias": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
+            **DELTA,
+            "linear_conv_kernel_dim": 3,
+        },
+    ),
+    "qwen3-5-moe": (
+        "Qwen3_5Moe",
+        {
+            "num_key_value_heads": 2,
+            "head_dim": 32,
+            "num_hidden_layers": 4,
+            "shared_expert_intermediate_size": 48,
+            **DELTA,
+            **EXPERTS,
+        },
+    ),
+    "lfm2": (
+        "Lfm2",
+        {
+            "num_key_value_heads": 2,
+            "intermediate_size": 144,
+            "block_multiple_of": 8,
+            "block_ffn_dim_multiplier": 1.1,
+            "layer_types": ["conv", "full_attention", "conv"],
+            "conv_bias": True,
+        },
+    ),
+    "lfm2-indices": (
+        "Lfm2",
+        {
+            "num_key_value_heads": 4,
+            "full_attn_idxs": [1, 3],
+            "num_hidden_layers": 5,
+            "conv_L_cache": 4,
+            "block_auto_adjust_ff_dim": False,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "lfm2-moe": (
+        "Lfm2Moe",
+        {
+            "num_key_value_heads": 2,
+            "layer_types": ["conv", "conv", "full_attention", "conv"],
+            "num_hidden_layers": 4,
+            "num_dense_layers": 1,
+            "routed_scaling_factor": 1.5,
+            **EXPERTS,
+        },
+    ),
+    "lfm2-moe-no-bias": (
+        "Lfm2Moe",
+        {
+            "num_key_value_heads": 4,
+            "layer_types": ["full_attention", "conv", "conv"],
+            "num_dense_layers": 0,
+            "use_expert_bias": False,
+            "norm_topk_prob": False,
+            "conv_bias": True,
+            "tie_word_embeddings": False,
+            **EXPERTS,
+        },
+    ),
+    "granite-hybrid": (
+        "GraniteMoeHybrid",
+        {
+            "num_key_value_heads": 2,
+            "num_local_experts": 6,
+            "intermediate_size": 32,
+            "shared_intermediate_size": 40,
+            "num_hidden_layers": 4,
+            "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+            **MAMBA,
+            **GRANITE,
+        },
+    ),
+    "granite-hybrid-dense": (
+        "GraniteMoeHybrid",
+        {
+            "num_local_experts": 0,
+            "num_experts_per_tok": 0,
+            "shared_intermediate_size": 96,
+            "position_embedding_type": "rope",
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "tie_word_embeddings": True,
+            **MAMBA,
+            **GRANITE,
+            "mamba_n_groups": 2,
+            "mamba_proj_bias": True,
+            "mamba_conv_bias": False,
+            "mamba_d_conv": 3,
+            "time_step_limit": [0.2, 1.0],
+        },
+    ),
+    "nemotron-h": (
+        "NemotronH",
+        {
+            "num_key_value_heads": 2,
+            "head_dim": 24,
+            "layers_block_type": ["linear_attention", "mlp", "linear_attention", "full_attention", "mlp"],
+            **NEMOTRON_H,
+        },
+    ),
+    "nemotron-h-biases": (
+        "NemotronH",
+        {
+            "num_key_value_heads": 4,
+            "head_dim": 16,
+            "layers_block_type": ["mlp", "full_attention", "linear_attention", "linear_attention"],
+            **NEMOTRON_H,
+            "n_groups": 1,
+            "use_bias": True,
+            "mlp_bias": True,
+            "use_conv_bias": False,
+            "time_step_min": 0.5,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "granite-hybrid-no-states": (
+        "GraniteMoeHybrid",
+        {"num_local_experts": 0, "num_experts_per_tok": 0, "layer_types": ["full_attention"] * 3, **MAMBA},
+    ),
+    "kimi-linear": (
+        "KimiLinear",
+        {
+            "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+            "num_hidden_layers": 4,
+            "linear_num_heads": 3,
+            "linear_head_dim": 20,
+            **KIMI,
+        },
+    ),
+    "kimi-linear-groups": (
+        "KimiLinear",
+        {
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+            "linear_num_heads": 2,
+            "linear_head_dim": 12,
+            "linear_conv_kernel_dim": 3,
+            "n_group": 4,
+            "topk_group": 2,
+            "n_shared_experts": 2,
+            "norm_topk_prob": False,
+            "tie_word_embeddings": True,
+            **KIMI,
+            "v_head_dim": 24,
+        },
+    ),
+}
+
 # RoPE depends on the longest sequence, in transformers on the longest one so far. Beyond the training context its
 # generated tokens are no oracle; its logits of a whole sequence are.
 LENGTH_DEPENDENT = {
@@ -458,13 +668,15 @@ LENGTH_DEPENDENT = {
     ),
 }
 
-EVERY = KINDS | LENGTH_DEPENDENT
+EVERY = KINDS | HYBRIDS | LENGTH_DEPENDENT
 
-_CONFIGS = {"Gemma3": "Gemma3TextConfig", "Gemma4": "Gemma4TextConfig"}
+_CONFIGS = {name: f"{name}TextConfig" for name in ("Gemma3", "Gemma4", "Qwen3_5", "Qwen3_5Moe")}
 _MODELS = {"GPT2": "GPT2LMHeadModel"}
 _WITHOUT = {"OPT": ("intermediate_size",), "GPT2": ("intermediate_size",), "Falcon": ("intermediate_size",)}
 _ROUTER_BIASES = ("correction_bias", "expert_bias")  # they select other experts for some tokens
 _ROUTERS = (".gate.weight", ".mlp.router.weight", ".router.proj.weight", ".gate.wg.weight", ".router.layer.weight")
+_PLUS_ONE = ("Gemma", "Qwen3Next", "Qwen3_5")  # families with norms whose weights are stored minus 1
+_CONVOLUTIONS = (".conv1d.weight", ".conv.conv.weight")
 _STEEP = {"OPT": ("q_proj.weight", "k_proj.weight")}  # whose norms come after attention
 _RENAMED = {
     "GPT2": {
@@ -502,6 +714,12 @@ def num_stored(model: PreTrainedModel) -> int:
     return sum(tensor.numel() for tensor in [*model.parameters(), *map(model.get_buffer, buffers)])
 
 
+def num_expanded(description) -> int:
+    """Numbers that the weights of a description's decoder have beside its parameters: zeros and ones of latent keys."""
+    places = [place for place in description.weight_map.values() if place.latent is not None]
+    return sum(prod(place.latent.expanded_shape(place.shape[0])) - prod(place.shape) for place in places)
+
+
 def save(
     folder: Path, kind: str = "qwen3-gqa", *, shard: str | None = None, dtype=torch.float32, head=architecture, **config
 ) -> PreTrainedModel:
@@ -517,7 +735,16 @@ def save(
     randomize(model, family)
     model = model.to(dtype)
     model.save_pretrained(folder, **({} if shard is None else {"max_shard_size": shard}))
+    if family == "KimiLinear":
+        rename_dense_layers(folder)
     return model
+
+
+def rename_dense_layers(folder: Path) -> None:
+    """Give MLPs of Kimi Linear their published names: transformers 5.23 saves them with those of mixtures."""
+    names = re.compile(r"block_sparse_moe\.((gate|up|down)_proj\.weight)$")
+    for file in folder.glob("*.safetensors"):
+        save_file({names.sub(r"mlp.\1", name): some for name, some in load_file(file).items()}, file, {"format": "pt"})
 
 
 @torch.no_grad()
@@ -528,7 +755,8 @@ def randomize(model: PreTrainedModel, family: str) -> None:
     """
     for name, bias in model.named_buffers():
         if name.endswith(_ROUTER_BIASES):
-            bias.normal_()
+            # transformers adds 1e-6 to the sum of a token's weights in LFM2, which counts if they are all small
+            bias.normal_(std=0.1 if family == "Lfm2Moe" else 1.0)
         elif name.endswith("layer_scalar"):
             bias.uniform_(0.5, 1.5)
     for name, parameter in model.named_parameters():
@@ -537,9 +765,12 @@ def randomize(model: PreTrainedModel, family: str) -> None:
             parameter.normal_()
         elif name.endswith(".router.scale"):
             parameter.uniform_(4, 8)
+        elif name.endswith("A_log"):
+            parameter.uniform_(-5, 0)  # states that last
         elif is_norm or parameter.dim() == 1:
-            offset = is_norm and not name.endswith("bias") and not family.startswith("Gemma")
+            is_plus_one = family.startswith(_PLUS_ONE) and "linear_attn." not in name
+            offset = is_norm and not name.endswith("bias") and not is_plus_one
             parameter.copy_(torch.randn_like(parameter) * 0.3 + offset)
         else:  # attention with large enough scores to find errors, routers with clear decisions
-            is_steep = name.endswith((*_ROUTERS, *_STEEP.get(family, ())))
+            is_steep = name.endswith((*_ROUTERS, *_CONVOLUTIONS, *_STEEP.get(family, ())))
             parameter.normal_(std=0.5 if is_steep else 0.08)

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from quire.kernels.contract import History, LogitEdits, Masks, SamplingMetadata
+from quire.kernels.sampling_contract import History, LogitEdits, Masks, SamplingMetadata
 
 
 def draws(num_rows, *, seeds=0, sample_indices=0, positions=0, temperatures=1.0, top_ps=1.0, top_ks=0, min_ps=0.0,

@@ -8,7 +8,7 @@ import numpy as np
 from quire.core.constraint import AllowedDrafts, Verdict, allowed_drafts
 from quire.core.prerequisite import Prerequisite
 from quire.core.request import CONSTRAINT, Request
-from quire.runner.scripted_runner import attend, key_after, token_after
+from quire.runner.scripted_runner import attend, key_after, state_after, token_after
 
 
 @dataclass
@@ -101,7 +101,7 @@ class ScriptedPrerequisite(Prerequisite):
 
 
 def expected_output(
-    prompt: list[int], constraints: ScriptedConstraints, max_tokens: int
+    prompt: list[int], constraints: ScriptedConstraints, max_tokens: int, *, has_states: bool = False
 ) -> tuple[list[int], list[int], str]:
     """The output of a constrained request, token by token: output, positions of forced tokens, finish reason."""
     output: list[int] = []
@@ -120,8 +120,9 @@ def expected_output(
             return output, forced, "stop"
         if len(output) == max_tokens:
             return output, forced, "length"
-        keys = [0]
+        keys, state = [0], 0
         for token in prompt + output:
             keys.append(key_after(keys[-1], token))
-        output.append(token_after(attend(np.array(keys[1:])), constraints.vocab_size))
+            state = state_after(state, token) if has_states else 0
+        output.append(token_after(attend(np.array(keys[1:])) + state, constraints.vocab_size))
         sampled = True

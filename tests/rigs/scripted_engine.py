@@ -4,6 +4,7 @@ import io
 import random
 from dataclasses import replace
 
+from hybrid_shape import state_group
 from scripted_adapters import ScriptedLoader
 
 from quire.cache.kv_cache import KVCache
@@ -29,11 +30,13 @@ def cache_config(
     windows: tuple[int, ...] = (0,),
     prefix_index: str = "none",
     num_host_blocks: int = 0,
+    states: int = 0,
 ) -> CacheConfig:
-    """One KV group per window; 0 means no window."""
+    """One KV group per window; 0 means no window. states: number of state blocks; 0 means no recurrence."""
     sizes = ("float32", num_blocks, 64 * block_size, num_host_blocks)
     groups = (KVGroup((0,), kv_kind(1, 8, window), *sizes) for window in windows)
-    return CacheConfig(block_size, tuple(groups), prefix_index)
+    blocks = state_group(states, num_host_blocks) if states else None
+    return CacheConfig(block_size, tuple(groups), prefix_index, states=blocks)
 
 
 class Buffer(io.BytesIO):
@@ -92,6 +95,8 @@ class Rig:
         groups=None,
         prefix_index="none",
         num_host_blocks=0,
+        states=0,
+        turn_ends=(),
         eviction="lru",
         seed=0,
         swap_delay_of=lambda move: 0,
@@ -107,9 +112,9 @@ class Rig:
         config = (
             CacheConfig(block_size, groups, prefix_index)
             if groups
-            else cache_config(num_blocks, block_size, windows, prefix_index, num_host_blocks)
+            else cache_config(num_blocks, block_size, windows, prefix_index, num_host_blocks, states)
         )
-        self.cache = (new_cache or KVCache)(replace(config, eviction=eviction))
+        self.cache = (new_cache or KVCache)(replace(config, eviction=eviction, turn_ends=frozenset(turn_ends)))
         self.file = Buffer()
         self.scheduler = CheckedScheduler(self.config, self.cache, self.file)
         self.rng = random.Random(seed)
@@ -243,6 +248,7 @@ class Rig:
             assert most > 0, "the engine makes no progress"
         assert self.cache.pools.num_available + self.cache.num_pinned == self.cache.pools.num_blocks
         assert self.cache.host_pools.num_free == self.cache.host_pools.num_blocks
+        assert not self.scheduler.leaks
         if self.only_scripted:
             assert self.engine.stats().failed_steps <= self.num_failures, "a step failed that was not meant to"
 

@@ -10,6 +10,7 @@ from small_engines import limits, memory, request, result_of
 
 from quire.cache.kv_cache import KVCache
 from quire.config import ConfigError
+from quire.core.request import Namespace
 from quire.core.scheduling_params import SchedulingParams
 from quire.errors import DeadlineUnreachable
 from quire.runner.scripted_runner import script
@@ -193,7 +194,7 @@ def test_the_division_gives_no_token_twice_and_keeps_none_back_without_a_reason(
 
     run, wait = prompts(running, 0), prompts(waiting, 100)
     cache = KVCache(memory(8))
-    division = PromptSharing("fcfs", cache.index, 10**6).divide(run, wait, None, total, fills=fills)
+    division = PromptSharing("fcfs", cache, 10**6).divide(run, wait, None, total, fills=fills)
     wanted = {seq.id: len(seq.tokens) - 1 for seq in run}
     if division is None:
         assert sum(wanted.values()) + sum(waiting) <= total
@@ -240,7 +241,7 @@ def test_a_better_class_is_before_shorter_prompts_of_others_when_nothing_waits()
 
 def test_a_waiting_prompt_keeps_its_age_while_none_can_be_admitted():
     scheduler = scheduler_of(max_num_seqs=2)
-    sharing = PromptSharing("fcfs", scheduler.cache.index, BUDGET)
+    sharing = PromptSharing("fcfs", scheduler.cache, BUDGET)
     old, new, runs = (
         Sequence(number, request(str(number), [number] * length, 4), 0, 0.0, 0)
         for number, length in enumerate((600, 400, 3000))
@@ -251,6 +252,19 @@ def test_a_waiting_prompt_keeps_its_age_while_none_can_be_admitted():
     sharing.divide([runs], [], queue, BUDGET, fills=True)
     division = sharing.divide([runs], [new, old], queue, BUDGET, fills=True)
     assert division.waiting[0] is old
+
+
+def test_a_waiting_prompt_whose_states_are_evicted_counts_with_all_its_tokens():
+    rig = Rig(prefix_index="radix", states=2, num_blocks=400)
+    for name, token in (("cached", 1), ("another", 2), ("one more", 3)):
+        rig.add(name, [token] * 200, max_tokens=2)
+        rig.run()
+    assert rig.cache.index.match_prefix(Namespace(), [1] * 200).num_tokens == 200
+    prompts = [[1] * 201, [9] * 30]
+    long, short = (Sequence(i, request(str(i), tokens, 4), 0, 0.0, 0) for i, tokens in enumerate(prompts))
+    sharing = PromptSharing("fcfs", rig.cache, BUDGET)
+    division = sharing.divide([], [long, short], rig.scheduler.state.queue, BUDGET, fills=True)
+    assert division.waiting[0] is short
 
 
 def test_a_deadline_counts_the_waiting_prompts_that_are_not_passed():

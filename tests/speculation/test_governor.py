@@ -246,6 +246,17 @@ def test_proposals_are_not_even_made_where_no_draft_can_pay():
     assert Governor(lambda tokens: 1.0 + 0.01 * tokens).may_pay(64, 64, 32)
 
 
+def test_drafts_share_the_time_of_the_states_of_their_sequence():
+    """Eight sequences whose states take most of a step: a draft takes a tenth of the time of a further sequence."""
+    about = {"num_tokens": 8, "num_samples": 8, "most": 99, "tries": False}
+    drafts = [candidate(0.6, 0.6)] * 8
+    by_token = Governor(lambda tokens: 0.01 * tokens)
+    assert by_token.select(drafts, **about) == [0] * 8
+    by_row = Governor(lambda tokens: 0.001 * tokens, lambda: 0.009)
+    assert by_row.select(drafts, **about) == [2] * 8
+    assert by_row.may_pay(8, 8, 8) and not by_token.may_pay(8, 8, 8)
+
+
 def test_chances_are_learned_by_place_and_match_length():
     learned = Chances()
     short, long = Proposal("suffix", [1, 2], 2), Proposal("suffix", [1, 2], 20)

@@ -1,12 +1,14 @@
 """Calibration runs steps without lasting effects: on the scripted runner, and on the embedded model."""
 
 import io
+from dataclasses import replace
 from random import Random
 
 import numpy as np
 import pytest
+from hybrid_shape import state_group
 from kv_groups import kv_group
-from msgspec import structs
+from msgspec import UNSET, structs
 from typer.testing import CliRunner
 
 from quire import LLM, SamplingParams
@@ -46,7 +48,7 @@ class Timed:
         self._slowness = slowness
         self._moved = None
         self._runner = ScriptedRunner(
-            cache,
+            replace(cache, states=None),  # whose states are not those of a sequence
             max_num_seqs=limits.max_num_seqs,
             max_model_len=limits.max_model_len,
             vocab_size=VOCAB,
@@ -193,6 +195,26 @@ def test_requests_after_it_are_as_if_it_had_not_been():
     assert [type(record).__name__ for record in records[:3]] == ["Header", "Calibrate", "Add"]
     assert sum(isinstance(record, journal.Calibrate) for record in records) == 1
     assert journal.replay(iter(records)).difference == ""
+
+
+def test_steps_of_a_model_with_states_have_a_block_for_each_row_and_apply_all_tokens():
+    cache, limits = configs(host=16, budget=150)
+    timed, (found, _, problem) = measured(replace(cache, states=state_group(24, 2)), limits)
+    assert problem == ""
+    for step in timed.steps:
+        chunks, states = step.chunks, step.states
+        assert states.blocks.tolist() == chunks.rows.tolist()
+        assert states.settled.tolist() == chunks.starts.tolist()
+        assert states.settles.tolist() == chunks.stops.tolist()
+        assert not len(states.snapshot_blocks)
+    assert max(len(step.states.blocks) for step in timed.steps) == 16
+    copies = [step.moves for step in timed.steps if step.moves]
+    assert {len(moves[-1].pairs) for moves in copies} == {1, 2}
+    assert {tuple(move.group for move in moves) for moves in copies} == {(0, 1)}
+    most = 16 * 256 + 2 * state_group().bytes_per_block
+    assert max(sample.num_bytes for sample in found.copies) == most
+    timed, _ = measured(cache, limits)
+    assert all(step.states is UNSET for step in timed.steps)
 
 
 def run(engine):

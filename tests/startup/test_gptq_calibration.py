@@ -71,9 +71,13 @@ def with_tokenizer(folder, copy):
     return copy
 
 
-def test_layers_that_share_kv_are_not_calibrated(saved, tmp_path, text):
-    folder = with_tokenizer(saved("gemma4-shared-kv")[0], tmp_path / "model")
-    with pytest.raises(ModelError, match=r"attend to the KV of other layers.*; quantize without calibration"):
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [("gemma4-shared-kv", "attend to the KV of other layers"), ("lfm2-indices", "layers with recurrent states")],
+)
+def test_layers_with_memory_of_other_kinds_are_not_calibrated(saved, tmp_path, text, kind, what):
+    folder = with_tokenizer(saved(kind)[0], tmp_path / "model")
+    with pytest.raises(ModelError, match=rf"{what}.*; quantize without calibration"):
         quantize(tmp_path / "out", model=folder, calibrate=text)
     assert not (tmp_path / "out").exists()
 

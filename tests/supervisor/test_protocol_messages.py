@@ -328,7 +328,7 @@ FACTS = ModelInfo(
 
 
 def news():
-    keys = st.lists(st.binary(min_size=32, max_size=32), max_size=2)
+    keys = st.lists(st.binary(min_size=32, max_size=33), max_size=2)
     result = st.one_of(st.none(), COUNT, st.just(COSTS), st.just([EXPLANATION]))
     answer = one_of_fields(Answer, number=COUNT, result=result, failure=optional(st.just(FAILURE)))
     launched = one_of_fields(

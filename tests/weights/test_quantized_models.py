@@ -19,11 +19,12 @@ from quire.weights.checkpoint import FolderCheckpoint
 from quire.weights.schemes import AT_LOAD
 
 _C = pytest.importorskip("quire.kernels.cpu._C", reason="the CPU kernels are not built", exc_type=ImportError)
-cpu = pytest.importorskip("quire.kernels.cpu.kernels")
+cpu = pytest.importorskip("quire.kernels.cpu.kernels").CPU
 
 KINDS = ["llama-gqa-tied", "qwen2-upper-window", "qwen2-moe", "mixtral-window", "gpt2", "gemma2", "opt-post-norm"]
 OTHERS = [  # with other layouts of weights: fused, stacked, in rotary pairs, with gates and activations of their own
     *("glm4", "arcee-biases", "nemotron-biases", "apertus", "granite-moe-shared", "ernie4-5-moe", "laguna"),
+    *("qwen3-next", "lfm2", "granite-hybrid", "nemotron-h"),
 ]
 INTEGERS = ("int8", "int4")
 PROMPTS = ["The capital of France is", "ENGLISH TO FRENCH: the red house ->"]
@@ -60,7 +61,8 @@ def test_weights_have_their_schemes_and_the_planned_bytes(saved, kind, name):
     assert total == description.weight_bytes("bfloat16", schemes) < description.weight_bytes("bfloat16")
     layers, head = AT_LOAD[name]
     assert schemes["embed.weight" if description.config.tied else "head.weight"] == head
-    assert schemes["layers.0.attention.qkv.weight"] == layers
+    projections = ("attention.qkv.weight", "recurrence.inputs.weight", "mlp.up.weight")
+    assert any(schemes.get(f"layers.0.{projection}") == layers for projection in projections)
     assert not any("router" in path or "norm" in path or "gate" in path for path in schemes)
 
 

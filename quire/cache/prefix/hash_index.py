@@ -110,6 +110,15 @@ class HashIndex:
         found = tuple([some[group] for some in blocks[:num_found]] for group in range(len(nothing)))
         return PrefixMatch(found, num_found * self._config.block_size, (), num_public, MatchedKeys(keys[:num_found]))
 
+    def truncate(self, match: PrefixMatch, num_tokens: int) -> PrefixMatch | None:
+        """See PrefixIndex. None within a block, because no block is copied."""
+        depth, rest = divmod(num_tokens, self._config.block_size)
+        blocks = tuple(some[:depth] for some in match.blocks)
+        starts = {group: self._config.first_attended_block(group, num_tokens) for group in self._windowed}
+        if rest or any(ABSENT in blocks[group][start:] for group, start in starts.items()):
+            return None
+        return PrefixMatch(blocks, num_tokens, (), match.num_public, MatchedKeys(_keys_of(match)[:depth]))
+
     def explain_miss(self, namespace: Namespace, tokens: Sequence[int], found: PrefixMatch, reusable: int) -> Miss:
         """See PrefixIndex. A miss of less than a block gets the reason "last_token" or "recomputed"."""
         position = found.num_tokens

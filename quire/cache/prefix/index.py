@@ -86,6 +86,9 @@ class PrefixIndex(Protocol):
         writes are not copied from them.
         """
 
+    def truncate(self, match: PrefixMatch, num_tokens: int) -> PrefixMatch | None:
+        """The part of a match of its first `num_tokens` tokens; None if the index cannot provide it now."""
+
     def explain_miss(self, namespace: Namespace, tokens: Sequence[int], match: PrefixMatch, reusable: int) -> Miss:
         """Why the prefix match `match` of `tokens` ended, where the leading `reusable` tokens could have matched."""
 
@@ -153,6 +156,11 @@ class NoIndex:
         """No match."""
         del namespace, tokens
         return NO_MATCH
+
+    def truncate(self, match: PrefixMatch, num_tokens: int) -> PrefixMatch | None:
+        """None: no match has a part."""
+        del match, num_tokens
+        return None
 
     def explain_miss(self, namespace: Namespace, tokens: Sequence[int], found: PrefixMatch, reusable: int) -> Miss:
         """The miss reason "off"."""

@@ -30,6 +30,7 @@ from quire.kernels.cpu.products import (
 from quire.kernels.cpu.rowwise import (
     activate,
     add_rms_norm,
+    concatenate,
     layer_norm,
     multiply_add,
     rms_norm,
@@ -39,6 +40,7 @@ from quire.kernels.cpu.rowwise import (
     xielu,
 )
 from quire.kernels.cpu.sampling import sample
+from quire.kernels.cpu.states import allocate_states, copy_states, plan_states, recur
 from quire.kernels.cpu.step_capture import CallListCapture
 from quire.kernels.reference import REFERENCE
 from quire.kernels.reference.quantized import QUANTIZED
@@ -103,9 +105,12 @@ CPU = replace_kernels(
     adapter_width=adapter_width,
     add_rms_norm=add_rms_norm,
     allocate=allocate,
+    allocate_states=allocate_states,
     allocate_weight=allocate_weight,
     attention=attention,
+    concatenate=concatenate,
     copy_blocks=copy_blocks,
+    copy_states=copy_states,
     embed=embed,
     experts=experts,
     gated_linear=gated_linear,
@@ -119,6 +124,8 @@ CPU = replace_kernels(
     pack=pack,
     pack_adapter=pack_adapter,
     plan=plan,
+    plan_states=plan_states,
+    recur=recur,
     release_workspace=release_workspace,
     rms_norm=rms_norm,
     rotary_write=rotary_write,

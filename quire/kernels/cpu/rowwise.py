@@ -88,9 +88,11 @@ def gate(x: Tensor, activation: str) -> Tensor:
 
 def activate(x: Tensor, activation: str) -> Tensor:
     """activation(x)."""
-    x = x.contiguous()
+    is_slice = x.dim() == 2 and x.stride(1) == 1 and not x.is_contiguous()  # of a wider product
+    x = x if is_slice else x.contiguous()
+    rows, size, stride = (*x.shape, x.stride(0)) if is_slice else (1, x.numel(), 0)
     out = empty(x.shape, x.dtype)
-    _C.activate(x, out, dtype_code(x), _CODES[activation], 0, 1, x.numel(), 0)
+    _C.activate(x, out, dtype_code(x), _CODES[activation], 0, rows, size, stride)
     return out
 
 
@@ -108,9 +110,9 @@ def multiply_add(x: Tensor, factors: Tensor | float, addend: Tensor | None = Non
     parts = factors.shape[-1] if isinstance(factors, Tensor) else 1
     number, table, stride, kind = 1.0, None, 0, dtype_code(x)
     if isinstance(factors, Tensor):
-        table = factors.contiguous()
+        table = factors if factors.stride(-1) == 1 else factors.contiguous()
         kind += int(table.dtype != x.dtype)
-        stride = parts if len(table) > 1 else 0
+        stride = table.stride(0) if len(table) > 1 else 0
         if len(table) not in (1, rows.outer) or rows.size % parts or table.dtype not in (x.dtype, torch.float32):
             raise ValueError(
                 f"factors {tuple(table.shape)} of {table.dtype} do not match {tuple(x.shape)} of {x.dtype}"
@@ -123,6 +125,17 @@ def multiply_add(x: Tensor, factors: Tensor | float, addend: Tensor | None = Non
     out = empty(x.shape, x.dtype)
     sizes = (rows.outer, parts, rows.size // parts, rows.stride, stride)
     _C.multiply_add(rows.x, table, addend, out, kind, *sizes, number)
+    return out
+
+
+def concatenate(x: Tensor, y: Tensor) -> Tensor:
+    """x (num_rows, n) and y (num_rows, m), side by side."""
+    if x.dtype != y.dtype or len(x) != len(y):
+        raise ValueError(f"{tuple(x.shape)} of {x.dtype} and {tuple(y.shape)} of {y.dtype} do not match")
+    first, second = _rows(x, 1), _rows(y, 1)
+    out = empty((len(x), first.size + second.size), x.dtype)
+    sizes = (first.size, first.stride, second.size, second.stride)
+    _C.concatenate(first.x, second.x, out, x.element_size(), len(x), *sizes)
     return out
 
 

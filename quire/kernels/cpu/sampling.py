@@ -4,8 +4,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.kernels.contract import SamplingMetadata
 from quire.kernels.cpu import _C
+from quire.kernels.sampling_contract import SamplingMetadata
 
 # Sampling metadata of one row: struct Wish of csrc/sampling.cpp. begin, end: the row's range in edits and history.
 _ROW_METADATA = np.dtype(

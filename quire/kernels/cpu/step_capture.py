@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from quire.kernels.contract import Batch, CaptureMemory, NotCapturable, Storage
-from quire.kernels.cpu import _C, paged
+from quire.kernels.cpu import _C, paged, states
 from quire.kernels.cpu.memory import Arena, use_arena
+from quire.kernels.state_contract import StateBatch, StateStorage
 
 _VIEWS = frozenset(
     (
@@ -53,6 +54,14 @@ class CallListCapture:
     def refill(self, plan: paged.CpuPlan, batch: Batch) -> None:
         """See StepCapture."""
         paged.refill(plan, batch)
+
+    def plan_states(self, batch: StateBatch, storage: StateStorage) -> states.CpuStatePlan:
+        """See StepCapture."""
+        return states.plan_states(batch, storage)
+
+    def refill_states(self, plan: states.CpuStatePlan, batch: StateBatch) -> None:
+        """See StepCapture."""
+        states.refill_states(plan, batch)
 
     def prepare(self, plan: paged.CpuPlan) -> None:
         """See StepCapture."""

@@ -13,6 +13,7 @@ from quire.kernels.reference.products import allocate_weight, embed, experts, ga
 from quire.kernels.reference.rowwise import (
     activate,
     add_rms_norm,
+    concatenate,
     layer_norm,
     multiply_add,
     rms_norm,
@@ -22,6 +23,7 @@ from quire.kernels.reference.rowwise import (
     xielu,
 )
 from quire.kernels.reference.sampling import sample
+from quire.kernels.reference.states import allocate_states, copy_states, plan_states, recur
 
 NAME = "reference"
 USES_RESIDENT_TABLES = False
@@ -57,9 +59,12 @@ REFERENCE = new_kernels(
     adapter_width=adapter_width,
     add_rms_norm=add_rms_norm,
     allocate=allocate,
+    allocate_states=allocate_states,
     allocate_weight=allocate_weight,
     attention=attention,
+    concatenate=concatenate,
     copy_blocks=copy_blocks,
+    copy_states=copy_states,
     embed=embed,
     experts=experts,
     gated_linear=gated_linear,
@@ -73,6 +78,8 @@ REFERENCE = new_kernels(
     pack=pack,
     pack_adapter=pack_adapter,
     plan=plan,
+    plan_states=plan_states,
+    recur=recur,
     release_workspace=release_workspace,
     rms_norm=rms_norm,
     rotary_write=rotary_write,

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.kernels.contract import LogitEdits, Masks, SamplingMetadata
+from quire.kernels.sampling_contract import LogitEdits, Masks, SamplingMetadata
 
 _LARGEST = torch.finfo(torch.float32).max
 

@@ -75,6 +75,11 @@ def multiply_add(x: Tensor, factors: Tensor | float, addend: Tensor | None = Non
     return (out if addend is None else out + addend.float()).to(x.dtype)
 
 
+def concatenate(x: Tensor, y: Tensor) -> Tensor:
+    """x (num_rows, n) and y (num_rows, m), side by side."""
+    return torch.cat((x, y), 1)
+
+
 def widen(x: Tensor) -> Tensor:
     """x in float32."""
     return x.float()

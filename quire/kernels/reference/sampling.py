@@ -19,10 +19,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.kernels.contract import Purpose, SamplingMetadata
+from quire.kernels.contract import Purpose
 from quire.kernels.exact import apply_to_whole_vectors
 from quire.kernels.reference.edits import apply_edits, has_edits
 from quire.kernels.reference.philox import exponential, philox
+from quire.kernels.sampling_contract import SamplingMetadata
 
 LOGITS_AT_ONCE = 2**22  # logits that are sampled from at once: filters and noise need about 50 bytes for each
 

@@ -1,4 +1,4 @@
-"""The deterministic Triton kernels: without split contexts and without matrix libraries.
+"""The deterministic Triton kernels: without split contexts, pieces of recurrences and matrix libraries.
 
 They use the blocks and weights of the ordinary ones.
 """
@@ -7,7 +7,7 @@ from functools import partial
 
 from quire.kernels.contract import replace_kernels
 from quire.kernels.reference import REFERENCE
-from quire.kernels.triton import attention, experts, products
+from quire.kernels.triton import attention, experts, products, states
 from quire.kernels.triton.kernels import TRITON
 
 TRITON_DETERMINISTIC = replace_kernels(
@@ -16,5 +16,6 @@ TRITON_DETERMINISTIC = replace_kernels(
     linear=partial(products.linear, deterministic=True),
     gated_linear=partial(products.gated_linear, deterministic=True),
     experts=partial(experts.experts, deterministic=True),
+    recur=partial(states.recur, deterministic=True),
     new_step_capture=REFERENCE.new_step_capture,  # deterministic sequences run without captured steps
 )

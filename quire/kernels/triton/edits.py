@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.contract import SamplingMetadata
+from quire.kernels.sampling_contract import SamplingMetadata
 from quire.kernels.triton.rows import (
     COUNTED,
     FREQUENCY,

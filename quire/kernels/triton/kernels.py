@@ -25,6 +25,8 @@ from quire.kernels.triton.rowwise import (
     xielu,
 )
 from quire.kernels.triton.sampling import sample
+from quire.kernels.triton.state_plan import plan_states
+from quire.kernels.triton.states import copy_states, recur, unsupported_state_reason
 from quire.kernels.triton.step_capture import CudaGraphCapture
 from quire.kernels.triton.writing import rotate
 
@@ -48,6 +50,8 @@ def unsupported_reason(requirements: Requirements) -> str | None:
         if (why := unsupported_scheme_reason(scheme)) is not None:
             return why
     if (why := unsupported_kind_reason(requirements)) is not None:
+        return why
+    if (why := unsupported_state_reason(requirements.state_kind)) is not None:
         return why
     if max(requirements.head_dims) > MAX_HEAD_DIM:
         return f"heads of {max(requirements.head_dims)} are larger than {MAX_HEAD_DIM}"
@@ -87,6 +91,7 @@ TRITON = replace_kernels(
     allocate_weight=allocate_weight,
     attention=attention,
     copy_blocks=copy_blocks,
+    copy_states=copy_states,
     embed=embed,
     experts=experts,
     gated_linear=gated_linear,
@@ -100,6 +105,8 @@ TRITON = replace_kernels(
     pack=pack,
     pack_adapter=pack_adapter,
     plan=plan,
+    plan_states=plan_states,
+    recur=recur,
     release_workspace=release_workspace,
     rms_norm=rms_norm,
     rotary_write=rotary_write,

@@ -382,7 +382,9 @@ def multiply_add(x: Tensor, factors: Tensor | float, addend: Tensor | None = Non
     """x * factors + addend: see Kernels."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    table = factors.contiguous() if isinstance(factors, Tensor) else None
+    table = None
+    if isinstance(factors, Tensor):
+        table = factors if factors.stride(-1) == 1 else factors.contiguous()
     width, parts = x.shape[-1], 1 if table is None else table.shape[-1]
     block = min(BLOCK, pow2(width))
     pieces = triton.cdiv(width, block)
@@ -395,7 +397,7 @@ def multiply_add(x: Tensor, factors: Tensor | float, addend: Tensor | None = Non
         out,
         0.0 if isinstance(factors, Tensor) else float(factors),
         x.stride(0),
-        parts if table is not None and len(table) > 1 else 0,
+        table.stride(0) if table is not None and len(table) > 1 else 0,
         WIDTH=width,
         SIZE=width // parts,
         PIECES=pieces,

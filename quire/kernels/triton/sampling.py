@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.contract import Purpose, SamplingMetadata
+from quire.kernels.contract import Purpose
+from quire.kernels.sampling_contract import SamplingMetadata
 from quire.kernels.triton.edits import apply_edits, count_history, number_rows, pack_edits
 from quire.kernels.triton.launch import pow2
 from quire.kernels.triton.noise import gumbel

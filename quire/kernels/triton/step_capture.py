@@ -8,9 +8,12 @@ import torch
 from torch import Tensor
 
 from quire.kernels.contract import Batch, CaptureMemory, NotCapturable, Storage
+from quire.kernels.state_contract import StateBatch, StateStorage
 from quire.kernels.triton import plan as planning
+from quire.kernels.triton import state_plan
 from quire.kernels.triton.launch import pow2
 from quire.kernels.triton.plan import TritonPlan
+from quire.kernels.triton.state_plan import StatePlan
 
 CAPTURE_SIZES = (1, 2, 4, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 GRAPH_BYTES = 2**24  # driver memory per graph: an estimate, not measured
@@ -58,6 +61,14 @@ class CudaGraphCapture:
     def refill(self, plan: TritonPlan, batch: Batch) -> None:
         """See StepCapture."""
         planning.refill(plan, batch)
+
+    def plan_states(self, batch: StateBatch, storage: StateStorage) -> StatePlan:
+        """See StepCapture."""
+        return state_plan.plan_states(batch, storage, refilled=True)
+
+    def refill_states(self, plan: StatePlan, batch: StateBatch) -> None:
+        """See StepCapture."""
+        state_plan.refill_states(plan, batch)
 
     def prepare(self, plan: TritonPlan) -> None:
         """See StepCapture."""

@@ -14,6 +14,7 @@ from torch import nn
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from quire.core.kv_groups import StoredKind, kv_kind
+from quire.core.states import StateKind
 from quire.errors import ModelError
 from quire.kernels.contract import DTYPES
 from quire.models.config_fields import Fields
@@ -59,6 +60,11 @@ class TransformersDescription:
     def kv_layers(self) -> Sequence[StoredKind]:
         """See Description."""
         return tuple(kv_kind(layer.params.num_kv_heads, layer.params.head_dim, layer.window) for layer in self.layers)
+
+    @property
+    def state_layers(self) -> Sequence[StateKind]:
+        """See Description."""
+        return ()
 
     def schemes(self, quantization: str | None) -> Schemes:
         """See Description."""

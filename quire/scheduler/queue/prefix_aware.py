@@ -185,9 +185,7 @@ class PrefixAwareQueue(Queue):
         """Match the prompt of a new sequence and insert the sequence."""
         seq, size = one.seq, self._cache.block_size
         num_tokens = max(seq.reusable, 0)
-        found = (
-            self._cache.index.match_prefix(seq.request.namespace, seq.tokens[:num_tokens]) if num_tokens else NO_MATCH
-        )
+        found = self._cache.match_prefix(seq.request.namespace, seq.tokens[:num_tokens]) if num_tokens else NO_MATCH
         begin = found.num_tokens // size * size
         one.place = -score(begin, -seq.rank[1], self._wait_weight)
         insort(self._order, (one.place, seq.rank, seq))

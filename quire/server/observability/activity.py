@@ -43,6 +43,8 @@ class ActivityLine:
             line += f", {hits / queried:.0%} cached"
         used = stats.kv_blocks_used / max(1, stats.kv_blocks_total)
         line += f"; output {output / seconds:,.0f} tokens/s; KV {used:.0%} used"
+        if stats.state_blocks_total:
+            line += f", {stats.num_snapshots} snapshots of states"
         if preempted:
             line += f"; {preempted} preemptions"
         self._report(f"{time.strftime('%H:%M:%S')}   {line}")

@@ -81,6 +81,21 @@ _COUNTERS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
     ("iterations", "Steps run.", lambda s: s.num_steps),
     ("iterations_failed", "Steps that failed.", lambda s: s.failed_steps),
 )
+# of models with recurrent states
+_STATE_GAUGES: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
+    ("state_blocks", "Blocks of recurrent states.", lambda s: s.state_blocks_total),
+    ("state_blocks_used", "Those of them that running sequences use.", lambda s: s.state_blocks_used),
+    ("state_snapshots", "Snapshots of recurrent states behind cached prefixes.", lambda s: s.num_snapshots),
+)
+_STATE_COUNTERS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
+    ("state_snapshots_evicted", "Snapshots that left for other states.", lambda s: s.num_evicted_snapshots),
+    ("state_snapshot_hits", "Requests that started from a snapshot.", lambda s: s.num_snapshot_hits),
+    (
+        "prompt_tokens_without_state",
+        "Prompt tokens computed although their KV was in the prefix cache, because no snapshot was behind them.",
+        lambda s: s.num_stateless_tokens,
+    ),
+)
 
 
 class _Sampled(NamedTuple):
@@ -125,9 +140,10 @@ class EngineCollector(Collector):
             _Sampled((self._model_name, str(number)), cache, status)
             for number, (cache, status) in enumerate(zip(self._caches, self._statuses(), strict=True))
         ]
-        for name, text, value in _GAUGES:
+        has_states = any(one.cache.states is not None for one in replicas)
+        for name, text, value in (*_GAUGES, *(_STATE_GAUGES if has_states else ())):
             yield _family(GaugeMetricFamily, name, text, [(one.labels, value(one.stats)) for one in replicas])
-        for name, text, value in _COUNTERS:
+        for name, text, value in (*_COUNTERS, *(_STATE_COUNTERS if has_states else ())):
             yield _family(CounterMetricFamily, name, text, [(one.labels, value(one.stats)) for one in replicas])
         yield from self._health_metrics(replicas)
         yield self._waiting_by_reason(replicas)

@@ -13,7 +13,7 @@ from quire.kernels.contract import QuantizedRows, Scheme
 from quire.weights.checkpoint import GENERATION_CONFIG_FILE, WHOLE, Ranges, StoredTensor, part_of
 from quire.weights.gguf.config import check_unread, hf_config
 from quire.weights.gguf.info import GgufInfo
-from quire.weights.gguf.names import TensorSource, numbers_of_metadata, tensor_sources, transposed
+from quire.weights.gguf.names import TensorSource, numbers_of_metadata, tensor_sources
 from quire.weights.gguf.quants import dequantize, quantized_rows, scheme_of
 from quire.weights.gguf.reader import Metadata, TensorEntry, read_header
 from quire.weights.gguf.special_tokens import eos_token_ids, special_token_ids
@@ -112,9 +112,11 @@ class GgufCheckpoint:
         for name in sorted(schemes, key=lambda name: self._position(self._source(name))):
             origin, scheme = self._sources[name], schemes[name]
             rows, rest = self._decoded(origin, ranges.get(name), quantized_rows)
+            stored = self._stored(name).scheme or scheme
+            if origin.moved_parts and (own := scheme_of(self._entries[origin.name].type)) is not None:
+                rows = convert(rows, own, stored)
             if origin.transform:
                 rows = rows.map_rows(origin.transform)
-            stored = self._stored(name).scheme or scheme
             yield name, convert(part_of_rows(rows, stored, rest), stored, scheme)
 
     def _decoded(self, origin: TensorSource, ranges: Ranges | None, decode: Decode[T]) -> tuple[T, Ranges | None]:
@@ -148,7 +150,7 @@ class GgufCheckpoint:
                 shape = tuple(origin.transform(torch.empty(shape, device="meta")).shape)
             except RuntimeError as error:
                 raise self.metadata.error(f"{origin.name} of shape {shape} does not fit the number of heads") from error
-        scheme = scheme_of(entry.type) if len(shape) == 2 and origin.transform is not transposed else None
+        scheme = origin.scheme(scheme_of(entry.type), shape[1]) if len(shape) == 2 else None
         num_bytes = entry.part_bytes(origin.part)
         return StoredTensor(entry.file.path, shape, entry.type.name, num_bytes, is_float=True, scheme=scheme)
 

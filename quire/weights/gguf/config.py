@@ -5,7 +5,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from quire.weights.gguf import gpt_like, llama_like, mixtures
+from quire.weights.gguf import gpt_like, hybrids, llama_like, mixtures
 from quire.weights.gguf.info import ConfigDict, GgufInfo
 from quire.weights.gguf.reader import Metadata
 
@@ -22,6 +22,7 @@ UNUSED_KEYS: Mapping[str, str] = MappingProxyType(
         ".feed_forward_length": "all layers have experts",
         ".attention.key_length": "heads divide the hidden size",
         ".pooling_type": "it is read for vectors only",
+        ".full_attention_interval": "the tensors of a layer say it",
         ".rope.dimension_sections": "text has one position on all axes",
         ".n_deepstack_layers": "images enter there, and text does not",
     }
@@ -98,6 +99,11 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "dots1": ("dots1", "Dots1ForCausalLM", mixtures.dots1),
         "minimax-m2": ("minimax_m2", "MiniMaxM2ForCausalLM", mixtures.minimax_m2),
         "afmoe": ("afmoe", "AfmoeForCausalLM", mixtures.afmoe),
+        "qwen3next": ("qwen3_next", "Qwen3NextForCausalLM", hybrids.qwen3next),
+        "qwen35": ("qwen3_5_text", "Qwen3_5ForCausalLM", hybrids.qwen35),
+        "qwen35moe": ("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", hybrids.qwen35moe),
+        "lfm2": ("lfm2", "Lfm2ForCausalLM", hybrids.lfm2),
+        "lfm2moe": ("lfm2_moe", "Lfm2MoeForCausalLM", hybrids.lfm2moe),
     }
 )
 # general.architecture -> (a key, the family of files in which it is not 0)

@@ -40,8 +40,13 @@ class GgufInfo:
 
     @property
     def kv_heads(self) -> int:
-        """Number of KV heads."""
-        return self.metadata.number(".attention.head_count_kv", self.heads, least=1)
+        """Number of KV heads. In a list with a number for each layer, a layer that does not attend has 0."""
+        key = ".attention.head_count_kv"
+        if self.metadata.has_list(key):
+            found = set(self.metadata.numbers(key, int, self.all_layers)) - {0}
+            if len(found) == 1:
+                return found.pop()
+        return self.metadata.number(key, self.heads, least=1)
 
     @property
     def head_dim(self) -> int:
@@ -64,11 +69,13 @@ class GgufInfo:
 
 def common_fields(facts: GgufInfo) -> ConfigDict:
     """Fields of nearly all families."""
-    metadata = facts.metadata
+    metadata, inner = facts.metadata, ".feed_forward_length"
+    if not metadata.has(inner) and facts.experts:
+        inner = ".expert_feed_forward_length"  # all layers have experts
     return {
         "vocab_size": facts.vocab_size,
         "hidden_size": metadata.number(".embedding_length"),
-        "intermediate_size": metadata.number(".feed_forward_length"),
+        "intermediate_size": metadata.number(inner),
         "num_hidden_layers": facts.layers,
         "num_attention_heads": facts.heads,
         "num_key_value_heads": facts.kv_heads,

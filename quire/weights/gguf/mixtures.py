@@ -90,7 +90,7 @@ def dots1(facts: GgufInfo) -> ConfigDict:
 
 def minimax_m2(facts: GgufInfo) -> ConfigDict:
     """Fields of MiniMax M2."""
-    _require_sigmoid(facts)
+    require_sigmoid(facts)
     _check_size(facts, ".expert_feed_forward_length", facts.metadata.number(".feed_forward_length"))
     return rms_fields(facts) | {**_experts(facts), "use_qk_norm": True}
 
@@ -98,7 +98,7 @@ def minimax_m2(facts: GgufInfo) -> ConfigDict:
 def afmoe(facts: GgufInfo) -> ConfigDict:
     """Fields of Trinity. Embeddings are scaled as in llama.cpp's graph, and only layers with a window rotate."""
     metadata = facts.metadata
-    _require_sigmoid(facts, default=_SIGMOID)
+    require_sigmoid(facts, default=_SIGMOID)
     if not metadata.flag(".expert_weights_norm", default=False):
         raise metadata.error(f"{metadata.architecture}.expert_weights_norm must be True")
     return rms_fields(facts) | {
@@ -133,7 +133,7 @@ def _sigmoid_experts(facts: GgufInfo, default: int | None = None) -> ConfigDict:
     default: the function of the router where the file says none; None: it must.
     """
     metadata = facts.metadata
-    _require_sigmoid(facts, default)
+    require_sigmoid(facts, default)
     return {
         "n_routed_experts": _number(facts),
         "num_experts_per_tok": metadata.number(".expert_used_count"),
@@ -147,7 +147,7 @@ def _sigmoid_experts(facts: GgufInfo, default: int | None = None) -> ConfigDict:
     }
 
 
-def _require_sigmoid(facts: GgufInfo, default: int | None = None) -> None:
+def require_sigmoid(facts: GgufInfo, default: int | None = None) -> None:
     """Raise ModelError unless the router's function is a sigmoid."""
     found = facts.metadata.number(".expert_gating_func", default)
     if found != _SIGMOID:

@@ -9,7 +9,10 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from quire.kernels.contract import Scheme
+from quire.weights.gguf.hybrids import group_value_columns, group_values, log_of_decay, with_channel_axis
 from quire.weights.gguf.info import GgufInfo
+from quire.weights.schemes import without_factors
 
 Transform = Callable[[Tensor], Tensor]
 
@@ -51,6 +54,25 @@ class TensorSource:
     name: str  # in the file
     part: int | None = None  # of a stacked tensor: index of the first dimension
     transform: Transform | None = None
+
+    @property
+    def moved_parts(self) -> int:
+        """Equal parts of a row whose order the transform changes; 0 if it leaves rows as they are."""
+        change = self.transform
+        moves = isinstance(change, partial) and change.func is group_value_columns
+        return int(change.keywords["heads"]) if isinstance(change, partial) and moves else 0
+
+    def scheme(self, stored: Scheme | None, columns: int) -> Scheme | None:
+        """The scheme of the codes behind the transform, of a row of `columns` in the scheme `stored`; None: no codes.
+
+        Groups that share a factor may be torn apart, so that there are no factors.
+        """
+        if stored is None or self.transform is transposed:
+            return None
+        if not self.moved_parts:
+            return stored
+        size = stored.group_size or columns
+        return without_factors(stored) if columns // self.moved_parts % size == 0 else None
 
 
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -106,6 +128,35 @@ _GLM_EXPERTS = (
     _QWEN_EXPERTS,
     {"exp_probs_b.bias": "mlp.gate.e_score_correction_bias"},  # the name with its suffix, as both differ
     _shared("mlp.shared_experts"),
+)
+_LINEAR = (  # of Qwen3-Next and Qwen 3.5
+    _ATTENTION,
+    _QK_NORMS,
+    {"attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm"},
+    {
+        "ssm_in": "linear_attn.in_proj_qkvz",  # of files before the next two
+        "attn_qkv": "linear_attn.in_proj_qkv",
+        "attn_gate": "linear_attn.in_proj_z",
+        "ssm_conv1d": "linear_attn.conv1d",
+        "ssm_a": "linear_attn.A_log",
+        "ssm_dt.bias": "linear_attn.dt_bias",
+        "ssm_norm": "linear_attn.norm",
+        "ssm_out": "linear_attn.out_proj",
+    },
+)
+_LINEAR_GATES = {"ssm_beta": "linear_attn.in_proj_b", "ssm_alpha": "linear_attn.in_proj_a"}
+_QWEN35_EXPERTS = (
+    _QWEN_EXPERTS,
+    _shared("mlp.shared_expert"),
+    {"ffn_gate_inp_shexp": "mlp.shared_expert_gate"},
+)
+_LFM2_TOP = {"token_embd": "model.embed_tokens", "token_embd_norm": "model.embedding_norm", "output": "lm_head"}
+_LFM2 = (
+    _ATTENTION | {"attn_output": "self_attn.out_proj"},
+    {"attn_q_norm": "self_attn.q_layernorm", "attn_k_norm": "self_attn.k_layernorm"},
+    {"attn_norm": "operator_norm", "ffn_norm": "ffn_norm"},
+    {"ffn_gate": "feed_forward.w1", "ffn_up": "feed_forward.w3", "ffn_down": "feed_forward.w2"},
+    {f"shortconv.{part}": f"conv.{part}" for part in ("conv", "in_proj", "out_proj")},
 )
 
 
@@ -196,6 +247,21 @@ _TABLES: Mapping[str, Mapping[str, str]] = MappingProxyType(
             _shared("mlp.shared_experts"),
             _TRINITY_NORMS,
         ),
+        "qwen3next": _table(_TOP, "model.layers", *_LINEAR, {"ssm_ba": "linear_attn.in_proj_ba"}, *_QWEN35_EXPERTS),
+        "qwen35": _table(_TOP, "model.layers", *_LINEAR, _LINEAR_GATES, _MLP),
+        "qwen35moe": _table(_TOP, "model.layers", *_LINEAR, _LINEAR_GATES, *_QWEN35_EXPERTS),
+        "lfm2": _table(_LFM2_TOP, "model.layers", *_LFM2),
+        "lfm2moe": _table(
+            _LFM2_TOP,
+            "model.layers",
+            *_LFM2,
+            {"ffn_gate_inp": "feed_forward.gate", "exp_probs_b.bias": "feed_forward.expert_bias"},
+            {
+                "ffn_gate_exps": "feed_forward.experts.{}.w1",
+                "ffn_down_exps": "feed_forward.experts.{}.w2",
+                "ffn_up_exps": "feed_forward.experts.{}.w3",
+            },
+        ),
         "apertus": _table(
             _TOP,
             "model.layers",
@@ -255,10 +321,12 @@ _TABLES: Mapping[str, Mapping[str, str]] = MappingProxyType(
 )
 _XIELU: Mapping[str, tuple[int, ...]] = MappingProxyType({"alpha_p": (1,), "alpha_n": (1,), "beta": (), "eps": ()})
 _PERMUTED = ("llama", "granite", "granitemoe", "mistral3", "smollm3", "arcee")
-_NORMS_PLUS_ONE = ("gemma", "gemma2", "gemma3", "nemotron")
+_TILED = ("qwen35", "qwen35moe")
+_NORMS_PLUS_ONE = ("gemma", "gemma2", "gemma3", "nemotron", "qwen3next", *_TILED)
 _GPT2_LINEAR = ("blk.attn_qkv", "blk.attn_output", "blk.ffn_up", "blk.ffn_down")
 _MAX_PARTS = 4096  # experts, or heads, of a layer
 _ROPE_TENSORS = re.compile(r"rope_freqs|rope_factors_(?:long|short)|blk\.\d+\.attn_rot_embd")
+_BARE = re.compile(r"blk\.\d{1,6}\.ssm_\w+")  # names without a suffix
 _LAYER = re.compile(r"blk\.(\d{1,6})\.(.+)")
 
 
@@ -269,6 +337,8 @@ def tensor_sources(facts: GgufInfo, name: str, shape: tuple[int, ...]) -> Iterat
     tensor that the architecture does not have.
     """
     stem, _, suffix = name.rpartition(".")
+    if _BARE.fullmatch(name):
+        stem, suffix = name, ""
     if _ROPE_TENSORS.fullmatch(stem):
         return
     within = _LAYER.fullmatch(stem)
@@ -316,7 +386,7 @@ def _target(facts: GgufInfo, part: str, suffix: str) -> str | None:
     table = _TABLES[_table_name(facts)]
     if part in table and suffix in ("weight", "bias"):
         return f"{table[part]}.{suffix}"
-    return table.get(f"{part}.{suffix}")
+    return table.get(f"{part}.{suffix}" if suffix else part)
 
 
 def _table_name(facts: GgufInfo) -> str:
@@ -324,13 +394,36 @@ def _table_name(facts: GgufInfo) -> str:
     return "falcon with two norms" if name == "falcon" and "blk.0.attn_norm_2.weight" in facts.names else name
 
 
+def _both(first: Transform, second: Transform, tensor: Tensor) -> Tensor:
+    return second(first(tensor))
+
+
+def _value_order(facts: GgufInfo, part: str) -> Transform | None:
+    """The inverse of the order of value heads that the converter of Qwen 3.5 makes; None for other tensors."""
+    if facts.metadata.architecture not in _TILED:
+        return None
+    number = facts.metadata.number
+    heads, key_heads = number(".ssm.time_step_rank", least=1), number(".ssm.group_count", least=1)
+    if part == "blk.ssm_out":
+        return partial(group_value_columns, heads=heads, key_heads=key_heads)
+    first = dict.fromkeys(("blk.attn_gate", "blk.ssm_beta", "blk.ssm_alpha", "blk.ssm_a", "blk.ssm_dt"), 0)
+    first |= dict.fromkeys(("blk.attn_qkv", "blk.ssm_conv1d"), 2 * key_heads * number(".ssm.state_size"))
+    return partial(group_values, first=first[part], heads=heads, key_heads=key_heads) if part in first else None
+
+
 def _inverse_transform(facts: GgufInfo, part: str, suffix: str) -> Transform | None:
     """The inverse of the converter's change to this tensor; None if there was none."""
     name = facts.metadata.architecture
     if name in _PERMUTED and part in ("blk.attn_q", "blk.attn_k"):
         return partial(unpermute_heads, heads=facts.heads if part == "blk.attn_q" else facts.kv_heads)
-    if name in _NORMS_PLUS_ONE and part.endswith("norm") and suffix == "weight":
+    if name in _NORMS_PLUS_ONE and part.endswith("norm") and suffix == "weight" and part != "blk.ssm_norm":
         return minus_one
+    if part in ("blk.shortconv.conv", "blk.ssm_conv1d", "blk.ssm_a") and suffix != "bias":
+        change = log_of_decay if part == "blk.ssm_a" else with_channel_axis
+        order = _value_order(facts, part)
+        return change if order is None else partial(_both, order, change)
+    if name in _TILED and (order := _value_order(facts, part)):
+        return order
     if part == "blk.ffn_gate_inp_shexp" or (name == "ernie4_5-moe" and part == "blk.exp_probs_b"):
         return one_row
     if name == "gpt2" and suffix == "weight" and part in _GPT2_LINEAR:

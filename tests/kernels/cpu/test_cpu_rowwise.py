@@ -112,6 +112,9 @@ def test_activations_and_gates_are_those_of_the_reference(seed, rows, size, dtyp
     close(cpu.gate(x, activation), gate(x.double(), activation).float())
     strided = torch.cat((x, x), 1)[:, : 2 * size]
     assert torch.equal(cpu.gate(strided, activation), cpu.gate(x, activation))
+    assert torch.equal(cpu.activate(strided, activation), cpu.activate(x, activation))
+    heads = x.view(rows, 2, size)
+    assert torch.equal(cpu.activate(heads_of_product(heads), activation), cpu.activate(heads, activation))
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -153,7 +156,7 @@ def test_xielu_is_precise_far_out_and_near_zero(parameters):
 def test_products_with_factors_and_sums_are_rounded_once(seed, rows, parts, size, dtype, wide_factors, data):
     x, addend = (normal(seed + i, rows, parts * size, dtype=dtype) for i in range(2))
     table = normal(seed + 2, rows, parts, dtype=torch.float32 if wide_factors else dtype)
-    factors = data.draw(st.sampled_from([table, -0.37, 1.0]))
+    factors = data.draw(st.sampled_from([table, torch.cat((table, table), 1)[:, parts:], table[:1], -0.37, 1.0]))
     wide = torch.cat((x, addend), 1)  # views of wider rows
     view, addend_view = wide[:, : parts * size], wide[:, parts * size :]
     for given_addend, its_view in ((None, None), (addend, addend_view)):
@@ -162,6 +165,17 @@ def test_products_with_factors_and_sums_are_rounded_once(seed, rows, parts, size
         in_floats = factors.float() if isinstance(factors, torch.Tensor) else factors
         close(found, reference.multiply_add(x.float(), in_floats, wide_addend), atol=3e-6)
         assert torch.equal(found, cpu.multiply_add(x.float(), in_floats, wide_addend).to(dtype))
+
+
+@drawn
+@given(SEEDS, st.integers(1, 40), WIDTHS, WIDTHS, st.sampled_from(DTYPES))
+def test_rows_are_put_side_by_side(seed, rows, size, other, dtype):
+    wide = normal(seed, rows, size + other + 5, dtype=dtype)
+    x, y = wide[:, 1 : 1 + size], wide[:, -other:]
+    found = cpu.concatenate(x, y)
+    assert found.is_contiguous()
+    assert torch.equal(found, torch.cat((x, y), 1))
+    assert torch.equal(cpu.concatenate(x.contiguous(), y[:, :0]), x)
 
 
 @drawn
@@ -259,6 +273,8 @@ def test_shapes_and_types_that_do_not_match_are_refused():
         lambda: cpu.multiply_add(x, torch.zeros(2, 1, dtype=torch.bfloat16)),
         lambda: cpu.multiply_add(x, 2.0, torch.zeros(2, 5)),
         lambda: cpu.multiply_add(x, 2.0, x.bfloat16()),
+        lambda: cpu.concatenate(x, x[:1]),
+        lambda: cpu.concatenate(x, x.bfloat16()),
         lambda: cpu.rotate(x.view(2, 1, 6), (torch.zeros(3, 2), torch.zeros(3, 2))),
         lambda: cpu.rotate(x.view(2, 1, 6), (torch.zeros(2, 2), torch.zeros(2, 3))),
         lambda: cpu.rotate(x.view(2, 1, 6), (torch.zeros(2, 4), torch.zeros(2, 4))),

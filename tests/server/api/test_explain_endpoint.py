@@ -4,12 +4,13 @@ import asyncio
 import json
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import httpx
 import msgspec
 import pytest
 from embedded_model_server import run_app, service_of, small_engine
+from hybrid_shape import state_group
 from multi_tenant_server import GENERATING, refused
 
 import quire
@@ -254,6 +255,15 @@ def test_server_info_and_metrics_report_swapped_blocks(keyless, figures):
         ("admissions_slowed_total", 23.0),
     ):
         assert f'quire:{name}{{engine="0",model_name="quire-demo"}} {value}' in page
+
+
+def test_server_info_of_a_model_with_recurrent_states_has_its_blocks_and_snapshots(keyless):
+    assert "states" not in keyless.ask(None, "GET", "/get_server_info").json()
+    service = service_of(small_engine())
+    service.cache = replace(service.cache, states=state_group(40))
+    with run_app(make_app(service)) as url:
+        states = httpx.get(f"{url}/get_server_info").json()["states"]
+    assert (states["kind"], states["num_blocks"], states["snapshots"]) == ("delta", 40, 0)
 
 
 def test_metrics_of_the_cache(keyless, figures):

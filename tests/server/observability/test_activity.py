@@ -35,6 +35,12 @@ def test_a_line_has_the_rates_since_the_last_one():
     assert line == "3 running, 1 waiting; prompt 0 tokens/s; output 10 tokens/s; KV 25% used; 2 preemptions"
 
 
+def test_a_line_of_a_model_with_recurrent_states_has_the_number_of_snapshots():
+    server = Server()
+    (line,) = server.after(INTERVAL, num_running=3, kv_blocks_used=50, state_blocks_total=30, num_snapshots=17)
+    assert line.endswith("; KV 25% used, 17 snapshots of states")
+
+
 def test_activity_lines_are_logged_once_per_interval_and_only_with_work():
     server = Server()
     assert server.after(INTERVAL / 2, generation_tokens=600) == []

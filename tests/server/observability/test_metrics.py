@@ -1,9 +1,11 @@
 """Metrics: names, types and labels that dashboards for vLLM need, and exact values."""
 
 import time
+from dataclasses import replace
 
 import httpx
 import pytest
+from hybrid_shape import state_group
 from kv_groups import kv_group
 from msgspec import structs
 from multi_tenant_server import run_site
@@ -260,6 +262,22 @@ def test_adapters_are_named_as_in_vllm():
     assert [page.value(name) for name in names] == [2, 4096, 7]
     counters = ("adapter_loads", "adapter_load_seconds", "adapters_evicted")
     assert [page.value(f"{name}_total") for name in counters] == [5, 1.5, 3]
+
+
+def test_models_with_recurrent_states_have_metrics_of_snapshots_and_others_do_not(metrics):
+    values = {
+        **{"state_blocks": ("state_blocks_total", 40), "state_blocks_used": ("state_blocks_used", 3)},
+        "state_snapshots": ("num_snapshots", 21),
+        "state_snapshots_evicted_total": ("num_evicted_snapshots", 5),
+        "state_snapshot_hits_total": ("num_snapshot_hits", 7),
+        "prompt_tokens_without_state_total": ("num_stateless_tokens", 1500),
+    }
+    stats = structs.replace(EngineStats.zero(), **dict(values.values()))
+    statuses = [ReplicaStatus(HEALTH._replace(stats=stats), 0, is_drained=False)]
+    cache = replace(CACHE, states=state_group(40))
+    page = Page(Metrics("m", lambda: statuses, caches=[cache], max_model_len=100).export("").decode())
+    assert {name: page.value(name) for name in values} == {name: value for name, (_, value) in values.items()}
+    assert not [name for name in Page(metrics.export("").decode()).families if "state_" in name or "snapshot" in name]
 
 
 def test_without_adapters_none_are_named(metrics):

@@ -1,7 +1,7 @@
 // KV blocks as a picture: one cell for each block, or for a few where there are more blocks than room.
 
 import { count, h, hasModifier, percent, plural } from '../dom.js';
-import { STATES } from './monitor.js';
+import { STATES, holdsTokens } from './monitor.js';
 import { Palette, fit, screenRatio } from './palette.js';
 
 const FLASH_MS = 900;
@@ -16,6 +16,8 @@ const LABELS = {
   other: ['Not yours', 'free, or of other tenants'],
   host: ['On the host', 'swapped out or kept in host memory'],
 };
+
+const STATE_LABELS = { ...LABELS, cached: ['Snapshot', 'which later requests start from'] };
 
 /** Which device pixels of a state have the second colour: the sign that is not a colour. */
 const PATTERNS = {
@@ -66,8 +68,9 @@ class BlockCanvas {
 
   #canvas;
 
-  constructor(label, describedBy, { onPoint, onChoose }) {
+  constructor(label, describedBy, { onPoint, onChoose, labels = LABELS }) {
     this.onPoint = onPoint;
+    this.labels = labels;
     this.#canvas = h('canvas', {
       class: 'blocks-canvas', tabindex: '0', role: 'img', 'aria-label': label, 'aria-describedby': describedBy,
       onpointermove: (event) => this.#point(this.#blockAt(event)),
@@ -114,7 +117,7 @@ class BlockCanvas {
     const last = Math.min(this.size, this.cursor + this.#layout.perCell) - 1;
     const block = last > this.cursor ? `Blocks ${count(this.cursor)}–${count(last)}, mostly` : `Block ${count(this.cursor)}:`;
     const by = owner[this.cursor] ? ` by ${nameOf(owner[this.cursor])}` : '';
-    return `${block} ${LABELS[kind][0].toLowerCase()}${by}`;
+    return `${block} ${this.labels[kind][0].toLowerCase()}${by}`;
   }
 
   ownerAtCursor() {
@@ -201,6 +204,7 @@ export class BlockMap {
   } });
   #legend = h('ul', { class: 'legend' });
   #summary = h('p', { class: 'note', id: 'blocks-summary' });
+  #statesSummary = h('p', { class: 'note', id: 'states-summary' });
   #readout = h('p', { class: 'readout', 'aria-live': 'polite' });
   #still = window.matchMedia('(prefers-reduced-motion: reduce)');
   #again = 0;
@@ -225,9 +229,12 @@ export class BlockMap {
     this.host = new BlockCanvas('KV blocks in host memory', 'blocks-summary', { onPoint: point, onChoose: choose });
     this.host.element.classList.add('host');
     this.hostBox = h('div', { class: 'host-blocks', hidden: true }, h('h3', {}, 'Host memory'), this.host.element);
+    this.states = new BlockCanvas('Blocks of recurrent states on the device', 'states-summary', { onPoint: point, onChoose: choose, labels: STATE_LABELS });
+    this.states.element.classList.add('host');
+    this.statesBox = h('div', { class: 'host-blocks', hidden: true }, h('h3', {}, 'Recurrent states'), this.#statesSummary, this.states.element);
     this.element = h('section', { class: 'panel blocks', 'aria-labelledby': 'blocks-title' },
       h('div', { class: 'panel-head' }, h('h2', { id: 'blocks-title' }, 'KV blocks'), this.#summary, h('span', { class: 'grow' }), this.#select),
-      this.#legend, this.device.element, this.hostBox, this.#readout);
+      this.#legend, this.device.element, this.hostBox, this.statesBox, this.#readout);
     document.addEventListener('themechange', () => {
       this.#palette = new Palette();
       if (this.#monitor) this.draw(this.#monitor);
@@ -242,16 +249,20 @@ export class BlockMap {
   draw(monitor) {
     if (!monitor?.pools.length) return;
     this.#monitor = monitor;
-    const pool = monitor.pools[this.#pool] || monitor.pools[0];
+    const pools = monitor.pools.filter(holdsTokens);
+    const states = monitor.pools.find((one) => !holdsTokens(one));
+    const pool = pools[this.#pool] || pools[0];
     if (this.highlight && !monitor.pools.some(({ device, host }) => device.owner.includes(this.highlight) || host.owner.includes(this.highlight))) {
       this.highlight = 0; // its request ended under the pointer
       this.#onHighlight(0);
     }
-    this.#drawSelect(monitor.pools);
+    this.#drawSelect(pools);
     this.hostBox.hidden = !pool.num_host_blocks;
     const moves = !this.#still.matches && pool.num_blocks <= 40_000;
     let flashes = this.device.draw(pool.device, this.#palette, this.highlight, moves);
     if (pool.num_host_blocks) flashes = this.host.draw(pool.host, this.#palette, this.highlight, moves) || flashes;
+    this.statesBox.hidden = !states;
+    if (states) flashes = this.#drawStates(states, monitor, moves) || flashes;
     this.#drawCounts(pool, monitor);
     clearTimeout(this.#again);
     if (flashes && this.element.isConnected) this.#again = setTimeout(() => this.draw(this.#monitor), FLASH_MS);
@@ -261,6 +272,13 @@ export class BlockMap {
     this.#select.hidden = pools.length < 2;
     if (this.#select.options.length === pools.length) return;
     this.#select.replaceChildren(...pools.map((pool, index) => h('option', { value: index }, pool.name)));
+  }
+
+  #drawStates(states, monitor, moves) {
+    const free = `${count(states.num_free)} ${monitor.sees === 'own' ? 'not yours' : 'free'}`;
+    const used = states.num_blocks - states.num_free - states.num_idle;
+    this.#statesSummary.textContent = `${count(states.num_blocks)} blocks: ${count(used)} of running requests, ${plural(states.num_idle, 'snapshot')}, ${free}`;
+    return this.states.draw(states.device, this.#palette, this.highlight, moves);
   }
 
   #drawCounts(pool, monitor) {

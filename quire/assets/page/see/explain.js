@@ -10,6 +10,9 @@ const MISSES = {
   other_salt: 'the tokens are cached under another cache_salt',
   other_adapter: 'the tokens are cached for another adapter, or another value of deterministic',
   last_token: 'nothing was missing: the last token is computed for its logits',
+  no_state: 'keys and values matched further, but no snapshot of recurrent states was taken there',
+  state_evicted: 'keys and values matched further, but the snapshot of recurrent states there was evicted',
+  state_being_computed: 'keys and values matched further, and another request was about to take a snapshot of recurrent states there',
   recomputed: 'the request reports values that only computation gives',
   off: 'the server has no prefix index',
 };
@@ -45,6 +48,8 @@ function reuse(prompt) {
     lines.push(h('p', {}, `${text}.`));
   }
   lines.push(facts([['Whole blocks shared', count(prompt.num_shared_blocks)], ['Tokens copied within a block', count(prompt.num_copied_tokens)],
+    ...(prompt.num_kv_tokens > cached ? [['Tokens whose keys and values matched', count(prompt.num_kv_tokens)]] : []),
+    ['Snapshot of states behind token', typeof prompt.state_position === 'number' ? count(prompt.state_position) : null],
     ['Blocks of its own', prompt.num_blocks_own === null ? null : count(prompt.num_blocks_own)],
     ['Memory saved by sharing', prompt.saved_by_sharing === null ? null : percent(prompt.saved_by_sharing, 1)]]));
   return lines;

@@ -19,6 +19,9 @@ export function* readRuns(text) {
   }
 }
 
+/** Whether a pool has KV blocks; the others have blocks of recurrent states. */
+export const holdsTokens = (pool) => pool.block_size > 0;
+
 export const sequenceKey = (request) => `${request.id} ${request.seq}`;
 
 class BlockArray {
@@ -49,8 +52,8 @@ class BlockArray {
   }
 }
 
-const nodeOf = ([id, parent, tokens, blocks, hits, users, lastUsed, created, kind, text]) =>
-  ({ id, parent, tokens, blocks, hits, users, lastUsed, created, kind, text });
+const nodeOf = ([id, parent, tokens, blocks, hits, users, lastUsed, created, kind, text, snapshots]) =>
+  ({ id, parent, tokens, blocks, hits, users, lastUsed, created, kind, text, snapshots });
 
 const stepOf = ([id, at, predicted, measured, prompt, decode, drafts, accepted, sequences, waiting, preemptions, evicted]) =>
   ({ id, at, predicted, measured, prompt, decode, drafts, accepted, sequences, waiting, preemptions, evicted });
@@ -156,9 +159,10 @@ export class Monitor {
   }
 
   #sample() {
-    const used = this.pools.reduce((sum, pool) => sum + pool.num_blocks - pool.num_free - pool.num_idle, 0);
-    const all = this.pools.reduce((sum, pool) => sum + pool.num_blocks, 0);
-    const cached = this.pools.reduce((sum, pool) => sum + pool.num_idle, 0);
+    const pools = this.pools.filter(holdsTokens);
+    const used = pools.reduce((sum, pool) => sum + pool.num_blocks - pool.num_free - pool.num_idle, 0);
+    const all = pools.reduce((sum, pool) => sum + pool.num_blocks, 0);
+    const cached = pools.reduce((sum, pool) => sum + pool.num_idle, 0);
     const sample = { at: this.at, totals: this.totals, running: this.numRunning, waiting: this.numWaiting, used: all ? used / all : 0, cached: all ? cached / all : 0 };
     const last = this.samples.at(-1);
     if (last && this.at - last.at < 0.5) return;

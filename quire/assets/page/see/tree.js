@@ -135,7 +135,7 @@ export class TreeView {
 
   #describe(node) {
     const age = Math.max(0, this.#shownTime() - node.lastUsed);
-    return `${plural(node.tokens, 'token')} in ${plural(node.blocks, 'block')}, ${plural(node.hits, 'hit')}, last used ${seconds(age)} ago, ${node.gone ? 'evicted' : KINDS[node.kind]}`;
+    return `${plural(node.tokens, 'token')} in ${plural(node.blocks, 'block')}, ${plural(node.hits, 'hit')}, last used ${seconds(age)} ago,${node.snapshots ? ` ${plural(node.snapshots, 'snapshot')} of states,` : ''} ${node.gone ? 'evicted' : KINDS[node.kind]}`;
   }
 
   #shownTime() {
@@ -176,7 +176,7 @@ export class TreeView {
     this.#reusedKey = null;
     const now = this.#shownTime();
     const facts = [['Tokens', count(node.tokens)], ['Path', detail?.path_tokens ? plural(detail.path_tokens, 'token') : '–'], ['Blocks', count(node.blocks)], ['Hits', count(node.hits)],
-      ['Users', count(node.users)], ['Created', `${seconds(Math.max(0, now - node.created))} ago`], ['Last use', `${seconds(Math.max(0, now - node.lastUsed))} ago`], ['State', node.gone ? 'evicted' : KINDS[node.kind]]];
+      ...(node.snapshots ? [['Snapshots of states', count(node.snapshots)]] : []), ['Users', count(node.users)], ['Created', `${seconds(Math.max(0, now - node.created))} ago`], ['Last use', `${seconds(Math.max(0, now - node.lastUsed))} ago`], ['State', node.gone ? 'evicted' : KINDS[node.kind]]];
     this.#detail.replaceChildren(h('div', { class: 'field-head' }, h('h3', {}, `Node ${node.id}`), h('span', { class: 'grow' }), button('Back', () => this.#leaveDetail(), { class: 'quiet' })), h('dl', {}, facts.map(([name, value]) => h('div', {}, h('dt', {}, name), h('dd', {}, value)))),
       detail?.problem ? h('p', { class: 'note' }, detail.problem) : detail ? h('pre', { class: 'mono', tabindex: '0', 'aria-label': detail.text ? 'Text of the node' : 'Token ids of the node' }, detail.text || detail.token_ids.join(' ')) : '');
   }
@@ -283,7 +283,7 @@ export class TreeView {
     }
     if (down < 11 || across < 34) return;
     const sign = { new: '+ ', evicted: '× ' }[status] || '';
-    const label = `${sign}${node.tokens}${node.hits && across > 70 ? ` · ${plural(node.hits, 'hit')}` : ''}`;
+    const label = `${sign}${node.tokens}${node.hits && across > 70 ? ` · ${plural(node.hits, 'hit')}` : ''}${node.snapshots ? ' ◆' : ''}`;
     const strong = this.#colour.value === 'activity' && (status === 'new' || status === 'accessed');
     context.fillStyle = css(strong ? palette.surface : palette.text);
     const from = Math.max(0, top);

@@ -22,6 +22,7 @@ bool has_tiles();  // whether the processor has AMX and the system permits this 
   OP(activate, "ttiiiiii") \
   OP(xielu, "tttii") \
   OP(multiply_add, "tootiiiiiid") \
+  OP(concatenate, "tttiiiiii") \
   OP(widen, "ttiii") \
   OP(rotation, "ttttiid") \
   OP(rotate, "ttttiiiiii") \
@@ -34,4 +35,5 @@ bool has_tiles();  // whether the processor has AMX and the system permits this 
   OP(attention, "tttttttiiiiiiiiiiiiiidd") \
   OP(attention_contiguous, "tttttttiiiiiiiiiiiiiidd") \
   OP(sample, "tttiiiiooooo") \
-  OP(logprobs, "ttttttiiiiii")
+  OP(logprobs, "ttttttiiiiii") \
+  OP(recur, "tttttt" "oooo" "iiiiiiiiiiiiiiii" "dd")

@@ -250,6 +250,17 @@ void multiply_add(const Arg* a, const Team& team) {
     multiply_adds<bf16, float>(a, team);
 }
 
+// x, y, out, bytes of a number, rows, size and stride from row to row of x, the same of y
+void concatenate(const Arg* a, const Team& team) {
+  int64_t each = a[3].integer, x_bytes = each * a[5].integer, y_bytes = each * a[7].integer, begin, end;
+  part_of(team, a[4].integer, a[5].integer + a[7].integer, &begin, &end);
+  for (int64_t row = begin; row < end; row++) {
+    char* out = (char*)a[2].data + row * (x_bytes + y_bytes);
+    memcpy(out, (const char*)a[0].data + row * each * a[6].integer, x_bytes);
+    memcpy(out + x_bytes, (const char*)a[1].data + row * each * a[8].integer, y_bytes);
+  }
+}
+
 // x of bf16, out of float32, rows, size, stride of x from row to row
 void widen(const Arg* a, const Team& team) {
   int64_t size = a[3].integer, begin, end;

@@ -9,6 +9,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from quire import __version__
 from quire.config import CacheConfig
+from quire.core.states import StateGroup
 from quire.engine.engine import EngineStats
 from quire.engine.shared_prefixes import num_public_blocks
 from quire.server.middleware.auth import admins_only, same_origin_only
@@ -50,7 +51,7 @@ def admin_routes(service: Service, metrics_prefix: str) -> APIRouter:
 
 
 def _server_info(service: Service) -> dict[str, object]:
-    stats = service.engine.health().stats
+    stats, states = service.engine.health().stats, service.cache.states
     return {
         "version": __version__,
         "model": service.model_name,
@@ -58,6 +59,7 @@ def _server_info(service: Service) -> dict[str, object]:
         "options": asdict(service.options),
         **_memory(service.cache),
         "cache": _cache_figures(stats),
+        **({} if states is None else {"states": _state_figures(states, stats)}),
         "swap": {
             "host_blocks_used": stats.host_blocks_used,
             "host_blocks_total": stats.host_blocks_total,
@@ -91,6 +93,23 @@ def _memory(cache: CacheConfig) -> dict[str, object]:
             "count": len(cache.public_prefixes),
             "blocks": num_public_blocks(cache.public_prefixes, cache.block_size),
         },
+    }
+
+
+def _state_figures(states: StateGroup, stats: EngineStats) -> dict[str, object]:
+    """The blocks of recurrent states, and their snapshots."""
+    return {
+        "kind": states.kind.rule,
+        "num_layers": states.num_layers,
+        "dtype": states.dtype,
+        "num_blocks": states.num_blocks,
+        "bytes_per_block": states.bytes_per_block,
+        "num_host_blocks": states.num_host_blocks,
+        "blocks_used": stats.state_blocks_used,
+        "snapshots": stats.num_snapshots,
+        "snapshots_evicted": stats.num_evicted_snapshots,
+        "snapshot_hits": stats.num_snapshot_hits,
+        "prompt_tokens_without_state": stats.num_stateless_tokens,
     }
 
 
