@@ -175,8 +175,8 @@ class StateBlocks:
             return Miss(position, tokens[position], "state_being_computed")
         if cause is None:
             return Miss(position, tokens[position], "no_state")
-        whom = cause.request_id if cause.tenant == table.namespace.tenant else None
-        return Miss(position, tokens[position], "state_evicted", cause.now, whom)
+        request_id = cause.request_id if cause.tenant == table.namespace.tenant else None
+        return Miss(position, tokens[position], "state_evicted", cause.now, request_id)
 
     def _start_from(self, snapshot: Snapshot | _Evicted, index: int, found: PrefixMatch, tokens: Sequence[int]) -> int:
         """The last position of a match behind which a snapshot stands, anchored at its block `index`; 0 if none is."""
@@ -252,20 +252,19 @@ class StateBlocks:
 
     # Forks, writes and release
 
-    def fork(self, parent: BlockTable, child: BlockTable, position: int) -> bool:
-        """Let a forked table share the live block of the other. False if that block does not stand behind `position`.
+    def fork(self, parent: BlockTable, child: BlockTable, position: int) -> None:
+        """Let a forked table share the live block of the other, if that block stands behind `position`.
 
         Both then get a block of their own by `grow` before they write.
         """
         live = parent.state
         if live is None or not live.settled <= position <= live.stop:
-            return False
+            return
         self.pool.incr_ref(live.block)
         self._num_tables[live.block] += 1
         child.state = LiveState(live.block, live.settled, position, live.last_step, last_snapshot=live.last_snapshot)
-        parent.limit_capacity(live.settled)
-        child.limit_capacity(live.settled)
-        return True
+        parent.limit_capacity(live.stop)
+        child.limit_capacity(position)
 
     def lacks_block(self, table: BlockTable) -> bool:
         """Whether a table needs a block to write its state, and none is available."""
