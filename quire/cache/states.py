@@ -175,7 +175,7 @@ class StateBlocks:
             return Miss(position, tokens[position], "state_being_computed")
         if cause is None:
             return Miss(position, tokens[position], "no_state")
-        request_id = cause.request_id if cause.tenant == table.namespace.tenant else None
+        request_id = cause.request_shown_to(table.namespace.tenant)
         return Miss(position, tokens[position], "state_evicted", cause.now, request_id)
 
     def _start_from(self, snapshot: Snapshot | _Evicted, index: int, found: PrefixMatch, tokens: Sequence[int]) -> int:

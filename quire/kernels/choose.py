@@ -79,9 +79,6 @@ def unsupported_reason(name: str, requirements: Requirements) -> str | None:
 def _unsupported_reason(candidate: Candidate, requirements: Requirements) -> str | None:
     if (kernels := candidate.kernels) is None:
         return candidate.description
-    # plain torch within another module would be a silent fall-back
-    if requirements.state_kind is not None and kernels is not REFERENCE and kernels.recur is REFERENCE.recur:
-        return f"it has no kernels for layers with a {requirements.state_kind}"
     return kernels.unsupported_reason(requirements)
 
 

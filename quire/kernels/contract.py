@@ -529,12 +529,14 @@ class Kernels(Protocol):
         Returns ids int64 and weights float32 (num_tokens, k), the first selected first. The order of ties is undefined.
         """
 
-    def experts(self, x: Tensor, ids: Tensor, weights: Tensor, up: Weight, down: Weight, activation: str) -> Tensor:
+    def experts(
+        self, x: Tensor, ids: Tensor, weights: Tensor, up: Weight, down: Weight, activation: str, *, gated: bool = True
+    ) -> Tensor:
         """The weighted sum of each token's experts, down[e] gated_linear(x, up[e]), in float32, rounded once.
 
         x (num_tokens, hidden_size), ids int64 and weights float32 (num_tokens, k), the ids of a token distinct,
-        up (num_experts, 2 * inner, hidden_size), down (num_experts, hidden_size, inner).
-        Returns the shape of x.
+        up (num_experts, 2 * inner, hidden_size), down (num_experts, hidden_size, inner). Without gates, up is
+        (num_experts, inner, hidden_size), and an expert is down[e] activation(up[e] x). Returns the shape of x.
         """
 
     def sample(self, logits: Tensor, sampling_metadata: SamplingMetadata) -> Tensor:

@@ -1,4 +1,4 @@
-"""Mixture of experts in place of an MLP: a router selects a few gated MLPs per token (Shazeer et al., 2017)."""
+"""Mixture of experts in place of an MLP: a router selects a few MLPs per token (Shazeer et al., 2017)."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -26,6 +26,9 @@ class ExpertsConfig:
     shared_size: int = 0  # intermediate size of an expert for all tokens; 0: none
     num_shared: int = 1  # of these experts, which are one MLP
     has_shared_gate: bool = True  # whether a gate weights the shared expert
+    gated: bool = True  # whether experts are gated MLPs, the shared one included
+    latent_size: int = 0  # numbers of a row between two projections that all experts but the shared one share; 0: none
+    bias: bool = False  # whether the shared expert and these two projections have biases
     is_beside_mlp: bool = False  # whether they are added to an MLP: see MLPAndExperts
 
     @property
@@ -46,19 +49,26 @@ class Experts(nn.Module):
         self.router = Linear(hidden, num_experts, bias=False, dtype=router_dtype)
         self.router_bias = nn.Parameter(torch.empty(num_experts)) if config.has_router_bias else None
         self.scales = nn.Parameter(torch.empty(num_experts)) if config.is_beside_mlp else None
-        gates_and_gated = torch.empty(num_experts, 2 * inner, hidden, dtype=dtype)  # gates first, as in MLP
-        self.up: Weight = nn.Parameter(gates_and_gated)
-        self.down: Weight = nn.Parameter(torch.empty(num_experts, hidden, inner, dtype=dtype))
+        size = config.latent_size or hidden
+        if config.latent_size:
+            self.latent_in = Linear(hidden, size, bias=config.bias, dtype=dtype)
+            self.latent_out = Linear(size, hidden, bias=config.bias, dtype=dtype)
+        up = torch.empty(num_experts, 2 * inner if config.gated else inner, size, dtype=dtype)  # gates first, as in MLP
+        self.up: Weight = nn.Parameter(up)
+        self.down: Weight = nn.Parameter(torch.empty(num_experts, size, inner, dtype=dtype))
         self.shared: MLP | None = None
         if shared := config.shared_intermediate_size:
-            self.shared = MLP(hidden, shared, activation=activation, gated=True, bias=False, dtype=dtype)
+            self.shared = MLP(hidden, shared, activation=activation, gated=config.gated, bias=config.bias, dtype=dtype)
             self.shared_gate = Linear(hidden, 1, bias=False, dtype=dtype) if config.has_shared_gate else None
 
     def use_kernel_layout(self, kernels: Kernels, schemes: Mapping[str, Scheme], prefix: str) -> None:
         """Replace the weights, before they are loaded, by weights in the layout of `kernels`: see MLP."""
         self.router.use_kernel_layout(kernels)
-        self.up = allocate_weight(self, "up", kernels, 2, schemes.get(f"{prefix}up"))
+        self.up = allocate_weight(self, "up", kernels, 2 if self.config.gated else 1, schemes.get(f"{prefix}up"))
         self.down = allocate_weight(self, "down", kernels, scheme=schemes.get(f"{prefix}down"))
+        if self.config.latent_size:
+            for name in ("latent_in", "latent_out"):
+                getattr(self, name).use_kernel_layout(kernels, scheme=schemes.get(f"{prefix}{name}.weight"))
         if self.shared is not None:
             self.shared.use_kernel_layout(kernels, schemes, f"{prefix}shared.")
             if self.shared_gate is not None:
@@ -70,7 +80,10 @@ class Experts(nn.Module):
         routed = x if routed is None else routed
         logits = self.router(kernels.widen(routed) if config.is_router_float32 else routed, context)
         ids, weights = kernels.route(logits, config.per_token, config.routing, self.router_bias, self.scales)
-        out = kernels.experts(x, ids, weights, self.up, self.down, self.activation)
+        rows = self.latent_in(x, context) if config.latent_size else x
+        out = kernels.experts(rows, ids, weights, self.up, self.down, self.activation, gated=config.gated)
+        if config.latent_size:
+            out = self.latent_out(out, context)
         if self.shared is None:
             return out
         share = 1.0 if self.shared_gate is None else kernels.activate(self.shared_gate(x, context), "sigmoid")

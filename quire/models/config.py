@@ -216,7 +216,7 @@ class TensorNames:
     router_bias: str = "mlp.gate.e_score_correction_bias"
     router_bias_axes: int = 1  # of the tensor; all but the last have one number
     expert: str = "mlp.experts.{}."
-    expert_up: tuple[str, str] = ("gate_proj", "up_proj")
+    expert_up: tuple[str, ...] = ("gate_proj", "up_proj")
     expert_down: str = "down_proj"
     stacked_up: str = "mlp.experts.gate_up_proj"  # of all experts (expert, gate and up, hidden), where a file has it
     stacked_down: str = "mlp.experts.down_proj"
@@ -232,6 +232,8 @@ class TensorNames:
     shared_up: tuple[str, ...] = ("gate_proj", "up_proj")  # or one name, fused
     shared_down: str = "down_proj"
     shared_gate: str = "mlp.shared_expert_gate"
+    latent_in: str = "mlp.fc1_latent_proj"  # of experts on shorter rows
+    latent_out: str = "mlp.fc2_latent_proj"
 
     transposed: bool = False  # whether weights of layers are stored as (in, out)
     transposed_stacks: bool = False  # whether stacked weights of experts are stored as (expert, in, out)

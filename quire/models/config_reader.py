@@ -4,7 +4,7 @@ A field that would change the model's output and is not supported is an error wi
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -115,6 +115,8 @@ def decoder_config(family: Family, fields: Fields, longest: int | None) -> Decod
     else:
         windows = (0,) * config.num_layers
         mixers = read_mixers(fields, family.recurrence, names.recurrence, config)
+        if mixers.experts and not any(mixers.experts):
+            config = replace(config, experts=None)
     if family.rope is None:
         if fields.values.get("rope_scaling") or fields.values.get("rope_parameters"):
             raise fields.error("rope_scaling is not supported for this architecture, which has no rotary embedding")
@@ -263,7 +265,9 @@ def _layers(
     rotated = (
         [False] * num_layers if family.rope is None else _rotated_layers(fields, family.rope, family.windows, windows)
     )
-    sparse = [False] * num_layers if config.experts is None else _sparse_layers(fields, family.sparse, num_layers)
+    sparse: Sequence[bool] = [False] * num_layers
+    if config.experts is not None:
+        sparse = mixers.experts or _sparse_layers(fields, family.sparse, num_layers)
     heads = _query_heads(config, fields, family.heads_of_layers)
     sources = _kv_sources(kinds, family.sharing, fields)
     layers = []

@@ -472,8 +472,8 @@ def _has_transposed_stacks(names: TensorNames, config: DecoderConfig, checkpoint
     """Whether the stacked experts are stored as (expert, in, out), which the shape of either kind of stack tells."""
     if config.experts is None:
         return False
-    hidden, inner = config.hidden_size, config.experts.intermediate_size
-    shapes = {names.stacked_up: (2 * inner, hidden), names.stacked_down: (hidden, inner)}
+    size, inner = config.experts.latent_size or config.hidden_size, config.experts.intermediate_size
+    shapes = {names.stacked_up: (len(names.expert_up) * inner, size), names.stacked_down: (size, inner)}
     return any(
         name.endswith(stack) and stored.shape[1:] == (columns, rows) != (rows, columns)
         for stack, (rows, columns) in shapes.items()

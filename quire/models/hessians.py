@@ -45,12 +45,18 @@ class _Recording:
         self._add(x, weight)
         return self._kernels.gated_linear(x, weight, bias, activation, addend)
 
-    def _experts(self, x: Tensor, ids: Tensor, weights: Tensor, up: Weight, down: Weight, activation: str) -> Tensor:
+    def _experts(
+        self, x: Tensor, ids: Tensor, weights: Tensor, up: Weight, down: Weight, activation: str, *, gated: bool = True
+    ) -> Tensor:
         for expert in sorted(set(ids.flatten().tolist())):
             rows = x[(ids == expert).any(1)]
             self._add(rows, up, expert)
-            self._add(self._kernels.gated_linear(rows, up[expert], None, activation), down, expert)
-        return self._kernels.experts(x, ids, weights, up, down, activation)
+            if gated:
+                inner = self._kernels.gated_linear(rows, up[expert], None, activation)
+            else:
+                inner = self._kernels.activate(self._kernels.linear(rows, up[expert]), activation)
+            self._add(inner, down, expert)
+        return self._kernels.experts(x, ids, weights, up, down, activation, gated=gated)
 
     def _add(self, x: Tensor, weight: Weight, index: int = 0) -> None:
         if id(weight) not in self._names:

@@ -1,5 +1,5 @@
-"""Families in which some layers have a recurrence in place of attention: Qwen3-Next, Qwen 3.5, LFM2, Granite 4, Kimi
-Linear."""
+"""Families in which some layers have a recurrence in place of attention: Qwen3-Next, Qwen 3.5, LFM2, Granite 4,
+Nemotron-H, Kimi Linear."""
 
 from dataclasses import replace
 
@@ -18,12 +18,10 @@ _MOST_CONV_WIDTH = 64
 # also the activation behind the convolution
 _SILU = choice("hidden_act", default="silu", value_map={"silu": "silu", "swish": "silu"})
 
-# fields of Nemotron-H of experts, of training, and of kernels
+# fields of Nemotron-H of training, and of kernels
 _NEMOTRON_UNUSED = (
-    *("n_routed_experts", "n_shared_experts", "moe_intermediate_size", "moe_shared_expert_intermediate_size"),
-    *("moe_latent_size", "moe_shared_expert_overlap", "num_experts_per_tok", "routed_scaling_factor", "n_group"),
-    *("topk_group", "norm_topk_prob", "time_step_max", "time_step_floor", "time_step_limit", "chunk_size"),
-    *("expand", "use_mamba_kernels", "mamba_ssm_cache_dtype", "num_logits_to_keep", "rescale_prenorm_residual"),
+    *("moe_shared_expert_overlap", "time_step_max", "time_step_floor", "time_step_limit", "chunk_size", "expand"),
+    *("use_mamba_kernels", "mamba_ssm_cache_dtype", "num_logits_to_keep", "rescale_prenorm_residual"),
     *("residual_in_fp32", "num_nextn_predict_layers", "mtp_layers_block_type", "mamba_proj_bias", "attention_bias"),
 )
 
@@ -217,6 +215,17 @@ NEMOTRON_H = like(
             down="mixer.down_proj",
             recurrence="mixer.",
             recurrence_inputs=("in_proj",),
+            router="mixer.gate",
+            router_bias="mixer.gate.e_score_correction_bias",
+            expert="mixer.experts.{}.",
+            expert_up=("up_proj",),
+            stacked_up="mixer.experts.up_proj",
+            stacked_down="mixer.experts.down_proj",
+            shared="mixer.shared_experts.",
+            shared_up=("up_proj",),
+            latent_in="mixer.fc1_latent_proj",
+            latent_out="mixer.fc2_latent_proj",
+            ignored_prefixes=("mtp.",),
         ),
         "rope": None,
         "recurrence": RecurrenceRule(
@@ -232,6 +241,7 @@ NEMOTRON_H = like(
             kinds=("mamba", "linear_attention"),
             attending=("attention", "full_attention"),
             without=("mlp",),
+            sparse=("moe",),
         ),
         "unused": _NEMOTRON_UNUSED,
     },
@@ -244,6 +254,26 @@ NEMOTRON_H = like(
     mlp_bias=flag("mlp_bias"),
     activation=choice("mlp_hidden_act", default="relu2", value_map=ACTIVATIONS),
     gated=False,
+    experts=ExpertsConfig(
+        num_experts=integer("n_routed_experts", "num_local_experts", default=8, most=MAX_PARTS),
+        per_token=integer("num_experts_per_tok", default=2),
+        intermediate_size=integer("moe_intermediate_size", default=7688),
+        routing=Routing(
+            normalise=flag("norm_topk_prob", default=True),
+            score="sigmoid",
+            scale=number("routed_scaling_factor", default=1.0),
+            num_groups=integer("n_group", default=1),
+            top_groups=integer("topk_group", default=1),
+        ),
+        is_router_float32=True,
+        has_router_bias=True,
+        shared_size=integer("moe_shared_expert_intermediate_size", default=7688),
+        num_shared=choice("n_shared_experts", default=1, value_map={1: 1}),
+        has_shared_gate=False,
+        gated=False,
+        latent_size=integer("moe_latent_size", default=0),
+        bias=flag("mlp_bias"),
+    ),
 )
 
 KIMI_LINEAR = like(

@@ -41,7 +41,8 @@ class RecurrenceRule:
     least_time: float = 0.0  # a least one
     kinds: tuple[str, ...] = ("linear_attention",)  # of these layers in `layer_types`
     attending: tuple[str, ...] = ("full_attention",)  # kinds of the others
-    without: tuple[str, ...] = ()  # of layers that have neither
+    without: tuple[str, ...] = ()  # of layers that have neither, but an MLP
+    sparse: tuple[str, ...] = ()  # or experts
     interval: int = 0  # without `layer_types` every interval-th layer attends; 0: those that `listed` has
     listed: tuple[int, ...] = ()
     nested: Mapping[str, object] = field(default_factory=dict)  # the object that has some fields: see `with_nested`
@@ -74,6 +75,7 @@ class Mixers(NamedTuple):
 
     attends: tuple[bool, ...]
     recurrences: tuple[RecurrenceConfig | None, ...]
+    experts: tuple[bool, ...] = ()  # whether it has experts and neither; empty: other fields tell which have experts
 
 
 def read_mixers(fields: Fields, rule: RecurrenceRule, names: RecurrenceRule, config: DecoderConfig) -> Mixers:
@@ -89,7 +91,9 @@ def read_mixers(fields: Fields, rule: RecurrenceRule, names: RecurrenceRule, con
         )
     one = _read(fields, rule, names, config) if set(kinds) & set(rule.kinds) else None
     return Mixers(
-        tuple(kind in rule.attending for kind in kinds), tuple(one if kind in rule.kinds else None for kind in kinds)
+        tuple(kind in rule.attending for kind in kinds),
+        tuple(one if kind in rule.kinds else None for kind in kinds),
+        tuple(kind in rule.sparse for kind in kinds) if rule.sparse else (),
     )
 
 
@@ -97,12 +101,7 @@ def _kinds(fields: Fields, rule: RecurrenceRule, num_layers: int) -> list[str]:
     """The kind of each layer, one of those that the rule has."""
     name, listed = listed_kinds(fields)
     if listed:
-        known = (*rule.kinds, *rule.attending, *rule.without)
-        if _LETTERS["E"] in listed and _LETTERS["E"] not in known:
-            at = listed.index(_LETTERS["E"])
-            raise fields.error(
-                f"{name} has experts (E, moe) at layer {at}; they are not supported for this architecture"
-            )
+        known = (*rule.kinds, *rule.attending, *rule.without, *rule.sparse)
         return fields.kinds_of_layers(name, listed, known, num_layers)
     if rule.interval:
         attends = [(index + 1) % rule.interval == 0 for index in range(num_layers)]

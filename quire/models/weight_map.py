@@ -279,7 +279,7 @@ def _experts(config: DecoderConfig, names: TensorNames) -> Placed:
     experts, hidden = config.experts, config.hidden_size
     if experts is None:
         raise ValueError("a sparse layer needs experts")
-    inner = experts.intermediate_size
+    inner, size = experts.intermediate_size, experts.latent_size or hidden
     router = Placement((experts.num_experts, hidden), "mlp.router.weight", is_float32=experts.is_router_float32)
     yield f"{names.router}.weight", router
     if experts.has_router_bias:
@@ -289,8 +289,8 @@ def _experts(config: DecoderConfig, names: TensorNames) -> Placed:
         yield names.expert_scales, Placement((experts.num_experts,), "mlp.scales", is_float32=True)
     if names.is_stacked:
         for name, parameter, (rows, columns) in (
-            (names.stacked_up, "mlp.up", (2 * inner, hidden)),
-            (names.stacked_down, "mlp.down", (hidden, inner)),
+            (names.stacked_up, "mlp.up", (len(names.expert_up) * inner, size)),
+            (names.stacked_down, "mlp.down", (size, inner)),
         ):
             shape = (columns, rows) if names.transposed_stacks else (rows, columns)
             yield (
@@ -300,12 +300,20 @@ def _experts(config: DecoderConfig, names: TensorNames) -> Placed:
     for expert in range(0 if names.is_stacked else experts.num_experts):
         source = names.expert.format(expert)
         for index, row in enumerate(names.expert_up):
-            yield f"{source}{row}.weight", Placement((inner, hidden), "mlp.up", index * inner, part=expert)
-        yield f"{source}{names.expert_down}.weight", Placement((hidden, inner), "mlp.down", part=expert)
+            yield f"{source}{row}.weight", Placement((inner, size), "mlp.up", index * inner, part=expert)
+        yield f"{source}{names.expert_down}.weight", Placement((size, inner), "mlp.down", part=expert)
+    if experts.latent_size:
+        yield from _linear(names.latent_in, "mlp.latent_in", size, hidden, bias=experts.bias).items()
+        yield from _linear(names.latent_out, "mlp.latent_out", hidden, size, bias=experts.bias).items()
     if experts.shared_intermediate_size:
         shared_up = tuple(names.shared + name for name in names.shared_up)
         shared = replace(names, up=shared_up, down=names.shared + names.shared_down)
-        sizes = replace(config, intermediate_size=experts.shared_intermediate_size, gated=True, mlp_bias=False)
+        sizes = replace(
+            config,
+            intermediate_size=experts.shared_intermediate_size,
+            gated=experts.gated,
+            mlp_bias=experts.bias,
+        )
         for name, place in _mlp(sizes, shared):
             yield name, replace(place, parameter="mlp.shared" + place.parameter[3:])
         if experts.has_shared_gate:

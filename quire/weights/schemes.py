@@ -36,6 +36,8 @@ _PROJECTIONS = (
     "mlp.down",
     "experts.up",
     "experts.down",
+    "latent_in.weight",
+    "latent_out.weight",
 )
 
 

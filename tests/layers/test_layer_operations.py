@@ -4,12 +4,11 @@ import math
 
 import pytest
 import torch
-from hybrid_shape import STATE_KIND
 
 from quire.errors import ConfigError
 from quire.kernels import choose as choose_module
 from quire.kernels.choose import Candidate, choose, unsupported_reason, usable_device
-from quire.kernels.contract import ACTIVATIONS, Requirements, replace_kernels
+from quire.kernels.contract import ACTIVATIONS, Requirements
 from quire.kernels.cpu import EXTENSION
 from quire.kernels.cpu.deterministic import CPU_DETERMINISTIC as cpu_deterministic
 from quire.kernels.cpu.kernels import CPU as cpu_kernels
@@ -288,18 +287,3 @@ def test_the_choice_of_kernels_reports_why_others_do_not_fit(monkeypatch):
     monkeypatch.setattr(choose_module, "MODULES", {"unfit": module(Unfit()), "other": module(Unfit())})
     with pytest.raises(ConfigError, match=r"tried unfit: needs .*, not cpu; other: needs .*, not cpu$"):
         choose("auto", demands())
-
-
-def test_kernels_without_recurrent_states_of_their_own_refuse_a_hybrid_model(monkeypatch):
-    other = replace_kernels(reference, NAME="other")
-    modules = {"other": module(other), "reference": module(reference, deterministic)}
-    monkeypatch.setattr(choose_module, "MODULES", modules)
-    assert choose("auto", demands()).kernels is other
-    chosen = choose("auto", demands(state_kind=STATE_KIND))
-    assert chosen.kernels is reference
-    assert chosen.reason.endswith("; not other: it has no kernels for layers with a delta state")
-    with pytest.raises(ConfigError, match="tried other: it has no kernels for layers with a delta state"):
-        choose("other", demands(state_kind=STATE_KIND))
-    own = replace_kernels(other, recur=lambda *_: None)
-    monkeypatch.setattr(choose_module, "MODULES", {**modules, "other": module(own)})
-    assert choose("auto", demands(state_kind=STATE_KIND)).kernels is own

@@ -52,7 +52,7 @@ def test_transformers_configs_are_understood(saved, kind):
     num_shared = getattr(model.config, "num_kv_shared_layers", 0)
     kinds = getattr(model.config, "layer_types", None) or ["full_attention"] * model.config.num_hidden_layers
     num_states = sum(kind in ("linear_attention", "conv") for kind in kinds)
-    assert len(found.kv_layers) == len(kinds) - num_shared - num_states - kinds.count("mlp")
+    assert len(found.kv_layers) == len(kinds) - num_shared - num_states - kinds.count("mlp") - kinds.count("moe")
     assert len(found.state_layers) == num_states
     assert found.checkpoint.path == folder
 

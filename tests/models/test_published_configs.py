@@ -347,6 +347,18 @@ CONFIGS = {
         "sliding_window": None, "ssm_state_size": 128, "time_step_floor": 0.0001, "time_step_max": 0.1,
         "time_step_min": 0.001, "use_bias": False, "use_conv_bias": True, "use_mamba_kernels": True,
         "num_logits_to_keep": 1, "max_position_embeddings": 131072, "vocab_size": 131072}),
+    "Nemotron 3 Nano 30B-A3B": ("NemotronHForCausalLM", {
+        **sizes(2688, 1856, 52, 32, 2), "attention_bias": False, "chunk_size": 128, "conv_kernel": 4, "expand": 2,
+        "head_dim": 128, "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+        "layer_norm_epsilon": 1e-5, "mamba_head_dim": 64, "mamba_hidden_act": "silu", "mamba_num_heads": 64,
+        "mamba_proj_bias": False, "mamba_ssm_cache_dtype": "float32", "mlp_bias": False, "mlp_hidden_act": "relu2",
+        "moe_intermediate_size": 1856, "moe_shared_expert_intermediate_size": 3712, "n_group": 1, "n_groups": 8,
+        "n_routed_experts": 128, "n_shared_experts": 1, "norm_eps": 1e-5, "norm_topk_prob": True,
+        "num_experts_per_tok": 6, "num_logits_to_keep": 1, "partial_rotary_factor": 1.0, "rope_theta": 10000,
+        "rescale_prenorm_residual": True, "residual_in_fp32": False, "routed_scaling_factor": 2.5,
+        "sliding_window": None, "ssm_state_size": 128, "time_step_floor": 0.0001, "time_step_max": 0.1,
+        "time_step_limit": [0.0, {"__float__": "Infinity"}], "time_step_min": 0.001, "topk_group": 1, "use_bias": False,
+        "use_conv_bias": True, "use_mamba_kernels": True, "max_position_embeddings": 262144, "vocab_size": 131072}),
     "Granite 4.0 H Tiny": ("GraniteMoeHybridForCausalLM", {
         **sizes(1536, 512, 40, 12, 4), **GRANITE4, "attention_multiplier": 0.0078125, "logits_scaling": 6.0,
         "num_local_experts": 64, "num_experts_per_tok": 6, "shared_intermediate_size": 1024, "mamba_n_heads": 48}),

@@ -129,11 +129,8 @@ def changed(source, folder, values):
             r"time_step_limit must be two numbers, .* not \[0\.5, ",
         ),
         ("granite-hybrid", {"num_experts_per_tok": 0}, "num_experts_per_tok must be at least 1, not 0"),
-        (
-            "nemotron-h",
-            {"layers_block_type": ["mamba", "mlp", "mamba", "attention", "moe"]},
-            "experts .E, moe. at layer 4",
-        ),
+        ("nemotron-3", {"num_experts_per_tok": 9}, r"num_experts_per_tok \(9\) is above n_routed_experts \(8\)"),
+        ("nemotron-3", {"n_shared_experts": 2}, "n_shared_experts = 2 is not supported; supported: 1"),
         (
             "nemotron-h",
             {"layers_block_type": None, "hybrid_override_pattern": "M-M*X"},

@@ -60,7 +60,7 @@ MODELS = {
     "Lfm2ForCausalLM": "LFM2 350M, 700M, 1.2B, 2.6B",
     "Lfm2MoeForCausalLM": "LFM2 8B-A1B",
     "GraniteMoeHybridForCausalLM": "Granite 4.0 H Micro, H Tiny, H Small, Micro",
-    "NemotronHForCausalLM": "Nemotron-H 8B, 47B, 56B, Nemotron Nano 2 9B, 12B (without experts)",
+    "NemotronHForCausalLM": "Nemotron-H 8B, 47B, 56B, Nemotron Nano 2 9B, 12B, Nemotron 3 Nano 30B-A3B",
     "KimiLinearForCausalLM": "Kimi Linear 48B-A3B",
     "GPT2LMHeadModel": "GPT-2, DistilGPT-2",
     "OPTForCausalLM": "OPT, 350M too",

@@ -24,7 +24,7 @@ cpu = pytest.importorskip("quire.kernels.cpu.kernels").CPU
 KINDS = ["llama-gqa-tied", "qwen2-upper-window", "qwen2-moe", "mixtral-window", "gpt2", "gemma2", "opt-post-norm"]
 OTHERS = [  # with other layouts of weights: fused, stacked, in rotary pairs, with gates and activations of their own
     *("glm4", "arcee-biases", "nemotron-biases", "apertus", "granite-moe-shared", "ernie4-5-moe", "laguna"),
-    *("qwen3-next", "lfm2", "granite-hybrid", "nemotron-h"),
+    *("qwen3-next", "lfm2", "granite-hybrid", "nemotron-h", "nemotron-3-latent"),
 ]
 INTEGERS = ("int8", "int4")
 PROMPTS = ["The capital of France is", "ENGLISH TO FRENCH: the red house ->"]

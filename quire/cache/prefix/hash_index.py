@@ -130,8 +130,7 @@ class HashIndex:
         key = next(self._keys(namespace, token_key(rest), found.num_public, keys))
         cause = self._eviction_log.get(key)
         if cause is not None:
-            whom = cause.request_id if cause.tenant == namespace.tenant else None
-            return Miss(position, token, "evicted", cause.now, whom)
+            return Miss(position, token, "evicted", cause.now, cause.request_shown_to(namespace.tenant))
         if self._is_being_computed(namespace, rest, found):
             return Miss(position, token, "being_computed")
         return Miss(position, token, self._miss_reason(namespace, tokens[: position + self._config.block_size]))

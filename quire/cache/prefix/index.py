@@ -37,6 +37,10 @@ class EvictionCause(NamedTuple):
     request_id: str = ""
     tenant: str = ""
 
+    def request_shown_to(self, tenant: str) -> str | None:
+        """ID of the request, which only its own tenant is shown; None for another tenant."""
+        return self.request_id if tenant == self.tenant else None
+
 
 class EvictionReason(NamedTuple):
     """Why blocks were evicted: the figures of the first one's eviction key, and its tenant."""

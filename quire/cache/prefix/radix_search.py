@@ -105,8 +105,7 @@ class RadixSearch:
                 else None
             )
             if cause is not None:
-                whom = cause.request_id if cause.tenant == namespace.tenant else None
-                return Miss(position, token, "evicted", cause.now, whom)
+                return Miss(position, token, "evicted", cause.now, cause.request_shown_to(namespace.tenant))
         return Miss(position, token, self._miss_reason(namespace, data, found))
 
     def _key_of_blocks(self, tokens: Sequence[int], found: PrefixMatch, num_blocks: int) -> bytes:

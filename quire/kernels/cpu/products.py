@@ -333,13 +333,15 @@ def experts(
     down: Weight,
     activation: str,
     *,
+    gated: bool = True,
     deterministic: bool = False,
 ) -> Tensor:
     """The weighted sum of each token's experts: see Kernels. Terms are added in the order of expert ids."""
     if isinstance(up, Tensor) or isinstance(down, Tensor):
-        return plain_experts(x, ids, weights, up, down, activation)
-    (num_tokens, size), (_, each), inner = x.shape, ids.shape, up.rows // 2
-    if up.parts != 2 or (up.columns, down.rows, down.columns) != (size, size, inner) or x.dtype != up.dtype:
+        return plain_experts(x, ids, weights, up, down, activation, gated=gated)
+    (num_tokens, size), (_, each), parts = x.shape, ids.shape, 2 if gated else 1
+    inner = up.rows // parts
+    if up.parts != parts or (up.columns, down.rows, down.columns) != (size, size, inner) or x.dtype != up.dtype:
         raise ValueError(f"x {tuple(x.shape)} of {x.dtype} does not match the weights of the experts")
     pairs, number = ids.numel(), len(up.data)
     out = empty((num_tokens, size), x.dtype)
@@ -350,8 +352,9 @@ def experts(
         empty((2 * pairs + number + 1,), torch.int64),
     ]
     tensors = (x.contiguous(), ids.contiguous(), weights.contiguous(), *_codes(up), *_codes(down), out, *memory)
-    sizes = (num_tokens, each, number, size, inner, ACTIVATIONS.index(activation), int(not deterministic))
-    _C.experts(*tensors, dtype_code(x), *sizes, *_stack(up), *_stack(down))
+    sizes = (num_tokens, each, number, size, inner)
+    rules = (ACTIVATIONS.index(activation), int(gated), int(not deterministic))
+    _C.experts(*tensors, dtype_code(x), *sizes, *rules, *_stack(up), *_stack(down))
     return out
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.contract import PackedWeight, Weight
-from quire.kernels.deterministic.rowwise import gate
+from quire.kernels.deterministic.rowwise import activate, gate
 from quire.kernels.exact import product
 from quire.kernels.reference import codes
 
@@ -31,11 +31,14 @@ def gated_linear(
     return gate(linear(x, weight, bias, addend), activation)
 
 
-def experts(x: Tensor, ids: Tensor, weights: Tensor, up: Weight, down: Weight, activation: str) -> Tensor:
+def experts(
+    x: Tensor, ids: Tensor, weights: Tensor, up: Weight, down: Weight, activation: str, *, gated: bool = True
+) -> Tensor:
     """The weighted sum of each token's experts: see Kernels. Terms are added in the order of expert ids."""
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in sorted(set(ids.flatten().tolist())):
         tokens, places = (ids == expert).nonzero(as_tuple=True)
-        inner = gated_linear(x[tokens], up[expert], None, activation)
+        inner = linear(x[tokens], up[expert])
+        inner = gate(inner, activation) if gated else activate(inner, activation)
         out[tokens] += linear(inner, down[expert]) * weights[tokens, places].unsqueeze(1)
     return out.to(x.dtype)

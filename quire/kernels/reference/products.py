@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from quire.kernels.contract import PackedWeight, Routing, Scheme, Weight
 from quire.kernels.exact import apply_to_whole_vectors
 from quire.kernels.reference import codes
-from quire.kernels.reference.rowwise import gate
+from quire.kernels.reference.rowwise import activate, gate
 
 
 def allocate_weight(
@@ -76,11 +76,14 @@ def _mixed(logits: Tensor, k: int, jitter: float) -> tuple[Tensor, Tensor]:
     return torch.cat(ids, -1), torch.cat(weights, -1)
 
 
-def experts(x: Tensor, ids: Tensor, weights: Tensor, up: Weight, down: Weight, activation: str) -> Tensor:
+def experts(
+    x: Tensor, ids: Tensor, weights: Tensor, up: Weight, down: Weight, activation: str, *, gated: bool = True
+) -> Tensor:
     """The weighted sum of each token's experts: see Kernels. Terms are added in the order of expert ids."""
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in sorted(set(ids.flatten().tolist())):
         tokens, places = (ids == expert).nonzero(as_tuple=True)
-        inner = gated_linear(x[tokens], up[expert], None, activation)
+        inner = linear(x[tokens], up[expert])
+        inner = gate(inner, activation) if gated else activate(inner, activation)
         out[tokens] += linear(inner, down[expert]) * weights[tokens, places].unsqueeze(1)
     return out.to(x.dtype)

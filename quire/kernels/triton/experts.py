@@ -23,7 +23,7 @@ from quire.kernels.triton.launch import INTERPRETED
 from quire.kernels.triton.products import SHORT_TILE_ROWS, Tile, product, tile_of, with_contiguous_rows
 from quire.kernels.triton.rounding import rounded
 from quire.kernels.triton.routing import Routes, align_block_size, combine
-from quire.kernels.triton.rowwise import gate
+from quire.kernels.triton.rowwise import activate, gate
 
 _GROUPED_MM_CAPABILITIES = (9, 10)  # compute capabilities
 _ALIGNED = 8  # numbers of 16 bits: rows begin at multiples of 16 bytes
@@ -195,11 +195,12 @@ def experts(
     down: Weight,
     activation: str,
     *,
+    gated: bool = True,
     deterministic: bool = False,
 ) -> Tensor:
     """The weighted sum of each token's experts: see Kernels. Terms are added in the order of expert ids.
 
-    Gated products are rounded to x's type, products with `down` are float32.
+    Results of `up` and of the activation are rounded to x's type, products with `down` are float32.
     """
     x, num_experts = with_contiguous_rows(x), len(up.data)
     ids, weights = ids.contiguous(), weights.contiguous()
@@ -212,7 +213,8 @@ def experts(
         inner = F.grouped_mm(rows, up.transpose(1, 2), offs=routes.ends)
     else:
         inner = _expert_products(x, up, routes, slots, tile, x.dtype)
-    results = _expert_products(gate(inner, activation), down, routes, 0, tile, torch.float32)
+    inner = gate(inner, activation) if gated else activate(inner, activation)
+    results = _expert_products(inner, down, routes, 0, tile, torch.float32)
     return combine(results, ids, weights, x.dtype)
 
 

@@ -17,6 +17,7 @@ from quire.kernels.reference.codes import dequantize, quantize_activations, quan
 
 _C = pytest.importorskip("quire.kernels.cpu._C", reason="the CPU kernels are not built", exc_type=ImportError)
 cpu = pytest.importorskip("quire.kernels.cpu.products")
+rowwise = pytest.importorskip("quire.kernels.cpu.rowwise")
 
 ROUNDED = [
     *(INT8, INT4, Scheme(4), Scheme(4, 8), Scheme(4, 128, torch.float16)),
@@ -202,21 +203,34 @@ def test_codes_of_a_checkpoint_are_multiplied_as_they_are(seed, rows, n, k, sche
 
 
 @with_pairs(
-    *THREADS, scheme=WRITTEN, dtype=DTYPES, num_tokens=(1, 3, 17, 40), hidden=(1, 16, 33, 130), inner=(1, 17, 65)
+    *THREADS,
+    scheme=WRITTEN,
+    dtype=DTYPES,
+    num_tokens=(1, 3, 17, 40),
+    hidden=(1, 16, 33, 130),
+    inner=(1, 17, 65),
+    gated=(True, False),
 )
-def test_experts_are_the_products_of_their_weights(seed, num_tokens, hidden, inner, scheme, dtype):
+def test_experts_are_the_products_of_their_weights(seed, num_tokens, hidden, inner, scheme, dtype, gated):
     x = normal(seed, num_tokens, hidden, dtype=dtype)
-    up = packed_weight(seed + 1, (5, 2 * inner, hidden), scheme, dtype, 2)
+    parts = 2 if gated else 1
+    up = packed_weight(seed + 1, (5, parts * inner, hidden), scheme, dtype, parts)
     down = packed_weight(seed + 2, (5, hidden, inner), scheme, dtype)
     ids = torch.rand(num_tokens, 4, generator=torch.Generator().manual_seed(seed)).argsort(1)[:, :3]
     weights = normal(seed + 3, num_tokens, 3).softmax(1)
-    found = cpu.experts(x, ids, weights, up, down, "silu")
+    found = cpu.experts(x, ids, weights, up, down, "silu", gated=gated)
+
+    def inner_of(one, weight):
+        if gated:
+            return cpu.gated_linear(one, weight, None, "silu")
+        return rowwise.activate(cpu.linear(one, weight), "silu")
+
     _C.set_threads(1)  # many small products
     for token in range(num_tokens):
         one, expected = x[token : token + 1], torch.zeros(1, hidden)
         for place in ids[token].argsort().tolist():
             expert = int(ids[token, place])
-            result = cpu.linear(cpu.gated_linear(one, up[expert], None, "silu"), down[expert])
+            result = cpu.linear(inner_of(one, up[expert]), down[expert])
             expected += result.float() * weights[token, place]
         assert_near(found[token : token + 1], expected.to(dtype), 1e-6 * (1 + expected.abs().max()))
 

@@ -148,19 +148,19 @@ def test_embeddings_are_rows_times_a_factor_and_zeros_for_others(seed, count, si
 
 
 @drawn
-@given(SEEDS, st.integers(1, 40), SIZES, SIZES, DTYPES, st.booleans(), st.booleans(), st.sampled_from(ACTIVATIONS))
-def test_experts_are_those_of_float64(seed, num_tokens, hidden, inner, dtype, packed, strict, activation):
+@given(SEEDS, st.integers(1, 40), SIZES, SIZES, DTYPES, *[st.booleans()] * 3, st.sampled_from(ACTIVATIONS))
+def test_experts_are_those_of_float64(seed, num_tokens, hidden, inner, dtype, packed, strict, gated, activation):
     num_experts, each = 5, 2
     x = normal(seed, num_tokens, hidden, dtype=dtype)
-    up = weight_of(seed + 1, num_experts, 2 * inner, hidden, dtype=dtype)
+    up = weight_of(seed + 1, num_experts, 2 * inner if gated else inner, hidden, dtype=dtype)
     down = weight_of(seed + 2, num_experts, hidden, inner, dtype=dtype)
     order = torch.rand(num_tokens, num_experts - 1, generator=torch.Generator().manual_seed(seed)).argsort(1)
     ids = order[:, :each]  # no token picks the last expert
     weights = normal(seed + 3, num_tokens, each).softmax(1)
-    packs = (cpu.pack_weight(up, 2), cpu.pack_weight(down)) if packed else (up, down)
-    found = cpu.experts(x, ids, weights, *packs, activation, deterministic=strict)
+    packs = (cpu.pack_weight(up, 2 if gated else 1), cpu.pack_weight(down)) if packed else (up, down)
+    found = cpu.experts(x, ids, weights, *packs, activation, gated=gated, deterministic=strict)
     assert found.dtype == dtype
-    expected = reference.experts(x.double(), ids, weights.double(), up.double(), down.double(), activation)
+    expected = reference.experts(x.double(), ids, weights.double(), up.double(), down.double(), activation, gated=gated)
     error = 3e-2 if dtype == torch.bfloat16 else 1e-5  # intermediate gated products are rounded
     assert (found.double() - expected).abs().max() <= error * (1 + expected.abs().max())
 

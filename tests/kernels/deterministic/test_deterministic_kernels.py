@@ -71,6 +71,10 @@ def rowwise(width, dtype):
         ids = x[:, :4].float().argsort(-1)[:, :2]
         return kernels.experts(x, ids, x[:, 4:6].float(), up / math.sqrt(width), down, "silu")
 
+    def without_gates(kernels, x):
+        ids = x[:, :4].float().argsort(-1)[:, :2]
+        return kernels.experts(x, ids, x[:, 4:6].float(), up[:, :7] / math.sqrt(width), down, "relu2", gated=False)
+
     def rotated(kernels, x):
         q = x.view(len(x), 3, -1)
         return torch.cat(
@@ -89,6 +93,7 @@ def rowwise(width, dtype):
         "linear": lambda kernels, x: kernels.linear(x, square),
         "linear with bias": lambda kernels, x: kernels.linear(x, square, randn(width + 5, seed=7, dtype=dtype)),
         "experts": routed,
+        "experts without gates": without_gates,
         "rotary": rotated,
         "rotate": turned,
         "route": selected,

@@ -241,6 +241,17 @@ def test_experts_are_the_products_of_their_weights(seed, num_tokens, hidden, inn
     assert_near(found, expected.to(dtype).cpu(), 6 * ROUNDING[dtype] * expected.abs().max().item())
 
 
+@pytest.mark.parametrize("module", [deterministic, kernels])
+def test_low_bit_experts_may_have_no_gates(module):
+    x, ids, weights = normal(0, 5, 32), torch.zeros(5, 1, dtype=torch.int64, device=DEVICE), normal(1, 5, 1)
+    up, down = (allocated(kernels, (1, *shape), x.dtype, INT8) for shape in ((20, 32), (32, 20)))
+    for place, stack in enumerate((up, down)):
+        kernels.write_rows(stack, normal(3 + place, *((20, 32), (32, 20))[place]), 0)
+    found = module.experts(x, ids, weights, up, down, "relu2", gated=False)
+    expected = kernels.linear(kernels.activate(kernels.linear(x, up[0]), "relu2"), down[0]) * weights
+    assert torch.allclose(found, expected, rtol=1e-4, atol=1e-4)
+
+
 def test_only_one_stack_may_be_low_bit():
     x, ids, weights = normal(0, 5, 32), torch.zeros(5, 1, dtype=torch.int64, device=DEVICE), normal(1, 5, 1)
     up, down = allocated(kernels, (1, 40, 32), x.dtype, INT8), normal(2, 1, 32, 20)

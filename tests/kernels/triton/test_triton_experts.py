@@ -117,8 +117,8 @@ def test_tiles_hold_each_pair_once_and_beside_its_expert(seed, num_tokens, num_e
 # ---- results ----
 
 
-def assert_mixed(found, x, ids, weights, up, down, activation):
-    expected = reference.experts(x.double(), ids, weights.double(), up.double(), down.double(), activation)
+def assert_mixed(found, x, ids, weights, up, down, activation, *, gated=True):
+    expected = reference.experts(x.double(), ids, weights.double(), up.double(), down.double(), activation, gated=gated)
     assert found.dtype == x.dtype
     assert found.shape == x.shape
     # intermediate results of gated products are rounded, and so are the inputs of the second product
@@ -135,17 +135,18 @@ def assert_mixed(found, x, ids, weights, up, down, activation):
     st.integers(1, 5),
     DTYPES,
     st.booleans(),
+    st.booleans(),
     st.sampled_from(ACTIVATIONS),
 )
-def test_experts_are_those_of_float64(seed, num_tokens, hidden, inner, k, dtype, strict, activation):
+def test_experts_are_those_of_float64(seed, num_tokens, hidden, inner, k, dtype, strict, gated, activation):
     num_experts = 6
     x = normal(seed, num_tokens, hidden, dtype=dtype)
-    up = weight_of(seed + 1, num_experts, 2 * inner, hidden, dtype=dtype)
+    up = weight_of(seed + 1, num_experts, 2 * inner if gated else inner, hidden, dtype=dtype)
     down = weight_of(seed + 2, num_experts, hidden, inner, dtype=dtype)
     ids, weights = picks(seed + 3, num_tokens, num_experts - 1, k)  # no token picks the last expert
-    found = experts.experts(x, ids, weights, up, down, activation, deterministic=strict)
-    assert_mixed(found, x, ids, weights, up, down, activation)
-    assert torch.equal(experts.experts(x, ids, weights, up, down, activation, deterministic=strict), found)
+    found = experts.experts(x, ids, weights, up, down, activation, gated=gated, deterministic=strict)
+    assert_mixed(found, x, ids, weights, up, down, activation, gated=gated)
+    assert torch.equal(experts.experts(x, ids, weights, up, down, activation, gated=gated, deterministic=strict), found)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-// Experts: for each token the weighted sum of a few gated products, whose weights are one of a stack.
+// Experts: for each token the weighted sum of a few MLPs, with a gate or without one, whose weights are one of a stack.
 //
 // Pairs of a token and one of its experts are sorted by expert. Their rows of x are gathered, so that the rows of an expert
 // are one product. Threads divide the columns of each product. The results of a token are added in the order of experts.
@@ -150,6 +150,15 @@ static void sort_pairs(const int64_t* ids, int64_t pairs, int64_t experts, int64
   starts[0] = 0;
 }
 
+template <class T>
+static void activate_rows(Activation kind, T* rows, int64_t stride, int64_t size, int64_t begin, int64_t end) {
+  for (int64_t row = begin; row < end; row++)
+    for (int64_t i = 0; i < size; i += LANES) {
+      T* some = rows + row * stride + i;
+      store_some(some, activate(kind, load_some(some, size - i)), size - i);
+    }
+}
+
 // Adds the results of each token. places: of pairs in the sorted order.
 template <class T>
 static void combine(const float* weights, const int64_t* ids, const int64_t* places, const T* results, T* out,
@@ -173,16 +182,16 @@ static void combine(const float* weights, const int64_t* ids, const int64_t* pla
 // x (tokens, size), ids int64 and weights float32 (tokens, each), the up stack: data, scales or null, offsets or null, the
 // down stack alike, out (tokens, size), memory: gathered (pairs, size), inner (pairs, inner size), results (pairs, size),
 // int64 (2 * pairs + experts + 1,), rows of gathered and inner padded to even sizes; dtype, tokens, each, experts, size, inner
-// size, gate, whether tile registers may be used, of each stack: bytes of a weight, of its scales, the numbers of `format_of`
-// with bits 0 for bf16 and float32
+// size, activation, whether experts have gates, whether tile registers may be used, of each stack: bytes of a weight, of its
+// scales, the numbers of `format_of` with bits 0 for bf16 and float32
 void experts(const Arg* a, const Team& team) {
   auto ids = (const int64_t*)a[1].data;
   const Arg* n = a + 14;
-  bool is_bf16 = n[0].integer, tiles = n[7].integer;
+  bool is_bf16 = n[0].integer, gated = n[7].integer, tiles = n[8].integer;
   int64_t tokens = n[1].integer, each = n[2].integer, experts = n[3].integer, size = n[4].integer, inner = n[5].integer;
   int64_t pairs = tokens * each, element = is_bf16 ? sizeof(bf16) : sizeof(float), begin, end;
-  Stack up = {(const char*)a[3].data, (const char*)a[4].data, (const char*)a[5].data, n[8].integer, n[9].integer, n + 10};
-  const Arg* m = n + 10 + FORMAT_NUMBERS;
+  Stack up = {(const char*)a[3].data, (const char*)a[4].data, (const char*)a[5].data, n[9].integer, n[10].integer, n + 11};
+  const Arg* m = n + 11 + FORMAT_NUMBERS;
   Stack down = {(const char*)a[6].data, (const char*)a[7].data, (const char*)a[8].data, m[0].integer, m[1].integer, m + 2};
   char *gathered = (char*)a[10].data, *middle = (char*)a[11].data, *results = (char*)a[12].data;
   auto order = (int64_t*)a[13].data, places = order + pairs, starts = places + pairs;
@@ -211,9 +220,15 @@ void experts(const Arg* a, const Team& team) {
       p.k = half ? down.terms(inner, is_bf16) : up.terms(size, is_bf16);
       p.x_stride = (half ? inner_wide : wide) / element;
       p.out_stride = half ? size : inner_wide / element;
-      p.gate = half ? -1 : n[6].integer;
+      p.gate = half || !gated ? -1 : n[6].integer;
       multiply_expert(half ? down : up, e, p, is_bf16, tiles, team);
     }
+    team.barrier();
+    if (half || gated) continue;
+    if (is_bf16)
+      activate_rows((Activation)n[6].integer, (bf16*)middle, inner_wide / element, inner, begin, end);
+    else
+      activate_rows((Activation)n[6].integer, (float*)middle, inner_wide / element, inner, begin, end);
     team.barrier();
   }
   auto weights = (const float*)a[2].data;

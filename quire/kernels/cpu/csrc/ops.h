@@ -15,7 +15,7 @@ bool has_tiles();  // whether the processor has AMX and the system permits this 
   OP(unpack_codes, "ttottiiiiiiiiid") \
   OP(code_linear, "tttootiiiiiiiiiiii" "oooii") \
   OP(route, "ttoot" "iiiiiiiiidd") \
-  OP(experts, "ttttootoottttt" "iiiiiiiiiiiiiiiiiiiiii") \
+  OP(experts, "ttttootoottttt" "iiiiiiiiiiiiiiiiiiiiiii") \
   OP(rms_norm, "tttiiiiiid") \
   OP(add_rms_norm, "tttttiiiid") \
   OP(layer_norm, "ttotiiiiiiid") \
