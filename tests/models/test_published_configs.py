@@ -357,7 +357,7 @@ CONFIGS = {
         "num_experts_per_tok": 6, "num_logits_to_keep": 1, "partial_rotary_factor": 1.0, "rope_theta": 10000,
         "rescale_prenorm_residual": True, "residual_in_fp32": False, "routed_scaling_factor": 2.5,
         "sliding_window": None, "ssm_state_size": 128, "time_step_floor": 0.0001, "time_step_max": 0.1,
-        "time_step_limit": [0.0, {"__float__": "Infinity"}], "time_step_min": 0.001, "topk_group": 1, "use_bias": False,
+        "time_step_min": 0.001, "topk_group": 1, "use_bias": False,
         "use_conv_bias": True, "use_mamba_kernels": True, "max_position_embeddings": 262144, "vocab_size": 131072}),
     "Granite 4.0 H Tiny": ("GraniteMoeHybridForCausalLM", {
         **sizes(1536, 512, 40, 12, 4), **GRANITE4, "attention_multiplier": 0.0078125, "logits_scaling": 6.0,
