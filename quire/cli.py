@@ -6,24 +6,22 @@ Flags are generated from the fields of EngineOptions and ServerOptions and their
 import re
 import shlex
 import sys
-from collections.abc import Callable, Mapping
 from contextlib import closing
-from dataclasses import asdict, fields, is_dataclass, replace
-from inspect import Parameter, Signature, signature
+from dataclasses import asdict, replace
 from itertools import takewhile
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from typing import Annotated, Any
 
 import msgspec
 import typer
-from msgspec import Meta
 from typer.main import get_command
 
 import quire
-from quire.config import MODEL_HELP, MOST_REPLICAS, REMOVED_VALUES, EngineOptions, Help
+from quire.config import MODEL_HELP, MOST_REPLICAS, EngineOptions
 from quire.control_characters import show_in_logs, visible, visibly
-from quire.errors import QuireError
+from quire.errors import QuireError, RequestError
+from quire.flags import Command, flag_of, with_flags
 from quire.hub.locate import locate
 from quire.hub.packaged import PACKAGED
 from quire.params import SamplingParams
@@ -36,8 +34,11 @@ from quire.supervisor.spawn import Spawned, spawned_engine
 from quire.terminal.bench_options import LatencyBench, ServerBench, ThroughputBench
 from quire.terminal.chat import converse
 from quire.terminal.console import VisibleConsole
-from quire.terminal.help import GroupedCommand, show_all
+from quire.terminal.generate import read_prompts, schema_constraint, write_texts
+from quire.terminal.help import GroupedCommand
 from quire.terminal.progress import CountBar, WeightsBar
+from quire.terminal.remote import RemoteModel
+from quire.terminal.start_lines import StartLines, wrapped
 from quire.terminal.top import top as show_top
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
@@ -64,13 +65,10 @@ _FLAGS_ELSEWHERE = MappingProxyType(
     }
 )
 
-_say = visibly(typer.echo)
 
-
-def _write_text(text: str) -> None:
-    """Write what a model generated: to a terminal with control characters shown, to a file or pipe as it is."""
-    sys.stdout.write(f"{visible(text) if sys.stdout.isatty() else text}\n")
-    sys.stdout.flush()
+def _say(line: str) -> None:
+    """Print a line of the program, with control characters shown."""
+    typer.echo(wrapped(visible(line)))
 
 
 def _with_flag_names(text: str) -> str:
@@ -86,14 +84,10 @@ def _with_flag_names(text: str) -> str:
 
 def _flags_of(command: Any) -> dict[str, str]:  # noqa: ANN401 (of typer's own click)
     """Name in Python -> flag, for all options of a command and of the commands in it."""
-    flags = {param.name: param.opts[0] for param in command.params if param.opts[0] == _flag_of(param.name)}
+    flags = {param.name: param.opts[0] for param in command.params if param.opts[0] == flag_of(param.name)}
     for inner in getattr(command, "commands", {}).values():
         flags |= _flags_of(inner)
     return flags
-
-
-def _flag_of(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
 
 
 def main(spawned: Spawned | None = None) -> None:
@@ -108,107 +102,6 @@ def main(spawned: Spawned | None = None) -> None:
     except QuireError as error:
         typer.secho(f"quire: {visible(_with_flag_names(str(error)))}", fg="red", err=True)
         sys.exit(1)
-
-
-def with_flags(command: Callable[..., None]) -> Callable[..., None]:
-    """Decorator: replaces the dataclass parameters of a command by one flag per field.
-
-    A field that is also a parameter of the command has no flag of its own.
-    """
-    types = get_type_hints(command, include_extras=True)
-    kinds = {name: types[name] for name in signature(command).parameters if is_dataclass(types[name])}
-    own = [parameter for parameter in signature(command).parameters.values() if parameter.name not in kinds]
-    if any(parameter.name == "model" for parameter in own):
-        own.append(_MODEL_FLAG)
-    own.append(_HELP_ALL)
-    of_options = {f.name for kind in kinds.values() for f in fields(kind)}
-    taken = {parameter.name for parameter in own}
-    flags = [flag for kind in kinds.values() for flag in _flags(kind) if flag.name not in taken]
-
-    def run(**values: Any) -> None:  # noqa: ANN401 (what typer parsed)
-        del values[_HELP_ALL.name]
-        if (named := values.pop(_MODEL_FLAG.name, None)) is not None:
-            if values["model"] not in (None, named):
-                raise typer.BadParameter(f"the model is given twice: {values['model']} and --model {named}")
-            values["model"] = named
-        plain = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-        made = {name: kind(**{f.name: plain[f.name] for f in fields(kind)}) for name, kind in kinds.items()}
-        command(**{name: value for name, value in values.items() if name not in of_options}, **made)
-
-    run.__name__, run.__doc__ = command.__name__, command.__doc__
-    run.__signature__ = Signature([*own, *flags])  # type: ignore[attr-defined]  # read by inspect.signature
-    run.__annotations__ = {parameter.name: parameter.annotation for parameter in (*own, *flags)}
-    return run
-
-
-_MODEL_FLAG = Parameter(
-    "model_flag",
-    Parameter.KEYWORD_ONLY,
-    default=None,
-    annotation=Annotated[str | None, typer.Option("--model", help="the same as MODEL")],
-)
-
-
-_HELP_ALL = Parameter(
-    "help_all",
-    Parameter.KEYWORD_ONLY,
-    default=False,
-    annotation=Annotated[
-        bool, typer.Option("--help-all", callback=show_all, is_eager=True, help="show all options and exit")
-    ],
-)
-
-
-class _Command(GroupedCommand):
-    helps = MappingProxyType(
-        {
-            f.name: next(note for note in get_args(kinds[f.name]) if isinstance(note, Help))
-            for options in (EngineOptions, ServerOptions, PlanOptions, WorkloadOptions)
-            for kinds in (get_type_hints(options, include_extras=True),)
-            for f in fields(options)
-        }
-    )
-
-
-def _flags(options: Any) -> list[Parameter]:  # noqa: ANN401 (a dataclass)
-    types = get_type_hints(options, include_extras=True)
-    return [_flag(f.name, types[f.name], f.default) for f in fields(options)]
-
-
-def _flag(name: str, annotated: Any, default: object) -> Parameter:  # noqa: ANN401 (a type)
-    kind, *notes = get_args(annotated)
-    text = next(note for note in notes if isinstance(note, Help))
-    bounds = next((note for note in notes if isinstance(note, Meta)), Meta())
-    if get_origin(kind) is tuple:
-        kind, default = list[get_args(kind)[0]], list(default)  # type: ignore[misc, call-overload]  # a repeated option
-    flag = _flag_of(name)
-    option = typer.Option(
-        f"{flag}/--no-{flag[2:]}" if default is True else flag,
-        help=text.text if text.stability == "stable" else f"{text.text} ({text.stability})",
-        envvar=text.envvar,
-        min=bounds.ge,
-        max=bounds.le,
-        parser=_parser_with_hints(kind, REMOVED_VALUES[name]) if name in REMOVED_VALUES else None,
-        metavar=f"[{'|'.join(_choices(kind))}]" if name in REMOVED_VALUES else None,
-    )
-    return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option])
-
-
-def _choices(kind: Any) -> tuple[str, ...]:  # noqa: ANN401 (a type)
-    """The values of `Literal[...] | None`."""
-    return get_args(get_args(kind)[0])
-
-
-def _parser_with_hints(kind: Any, removed: Mapping[str, str]) -> Callable[[str], str]:  # noqa: ANN401 (a type)
-    """A parser of `Literal[...] | None`. Its error says what to use instead of a removed value."""
-
-    def parse(value: str) -> str:
-        if value not in _choices(kind):
-            hint = f"; {removed[value]}" if value in removed else ""
-            raise typer.BadParameter(f"{value!r} is not one of {', '.join(map(repr, _choices(kind)))}{hint}")
-        return value
-
-    return parse
 
 
 def _print_version(wanted: bool) -> None:  # noqa: FBT001 (typer's signature)
@@ -228,10 +121,11 @@ def _quire(
 
 
 _TEMPERATURE_HELP = "0 is greedy [default: the model's, else 1]"
+_TOP_P_HELP = "share of the probability that is sampled from [default: the model's, else 1]"
 _PULL_HELP = "smollm2, or a Hugging Face id, such as owner/name or owner/name:Q4_K_M [default: list packaged models]"
 
 
-@app.command(cls=_Command)
+@app.command(cls=Command)
 @with_flags
 def serve(
     *,
@@ -243,7 +137,8 @@ def serve(
     """Serve the OpenAI API over HTTP."""
     del model  # of options
     with spawned_engine(context.obj) as spawned:  # it imports torch while this process imports the server
-        quire.serve(options, server, spawned=spawned, report=_say, progress=WeightsBar())
+        report = StartLines(_say, verbose=server.verbose)
+        quire.serve(options, server, spawned=spawned, report=report, progress=WeightsBar())
 
 
 @app.command()
@@ -295,43 +190,57 @@ def key(
         typer.secho(f"added to {file}; a running server reads it after a restart", err=True)
 
 
-@app.command(cls=_Command)
+@app.command(cls=Command)
 @with_flags
 def generate(
     *,
-    prompts: Annotated[list[str], typer.Argument(metavar="PROMPT...", help="texts to continue")],
+    prompts: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[PROMPT]...", help="texts to continue; -: standard input, also without any"),
+    ] = None,
     max_tokens: Annotated[int, typer.Option(help="tokens to generate at most", min=1)] = 128,
     temperature: Annotated[float | None, typer.Option(help=_TEMPERATURE_HELP, min=0)] = None,
+    top_p: Annotated[float | None, typer.Option(help=_TOP_P_HELP, min=0, max=1)] = None,
     n: Annotated[int, typer.Option(help="continuations of each prompt", min=1)] = 1,
+    json_schema: Annotated[Path | None, typer.Option(help="file of a JSON schema that the text has to match")] = None,
     options: EngineOptions,
 ) -> None:
-    """Continue prompts and print the generated texts."""
+    """Continue prompts and print the generated texts. The text of one prompt is printed as it comes."""
+    texts, constraint = read_prompts(prompts or ()), schema_constraint(json_schema)
     with closing(_load(options)) as llm:
-        params = _params(llm, max_tokens=max_tokens, temperature=temperature, n=n)
-        for result in llm.generate(prompts, params):
-            for output in result.outputs:
-                _write_text(output.text)
+        params = _params(llm, max_tokens=max_tokens, temperature=temperature, top_p=top_p, n=n)
+        write_texts(llm, texts, params.changed(structured_outputs=constraint))
 
 
-@app.command(cls=_Command)
+@app.command(cls=Command)
 @with_flags
-def chat(
+def chat(  # noqa: PLR0913 (a flag each)
     *,
     model: Annotated[str | None, typer.Argument(help=MODEL_HELP)] = None,
     temperature: Annotated[float | None, typer.Option(help=_TEMPERATURE_HELP, min=0)] = None,
-    top_p: Annotated[
-        float | None,
-        typer.Option(help="share of the probability that is sampled from [default: the model's, else 1]", min=0, max=1),
-    ] = None,
+    top_p: Annotated[float | None, typer.Option(help=_TOP_P_HELP, min=0, max=1)] = None,
     max_tokens: Annotated[
         int | None, typer.Option(help="of each answer [default: the model's, else the room in the context]", min=1)
     ] = None,
     system: Annotated[str | None, typer.Option(help="system message")] = None,
     adapter: Annotated[Path | None, typer.Option(help="folder of a LoRA adapter that answers")] = None,
+    url: Annotated[
+        str | None,
+        typer.Option(help="of a running server with OpenAI's API, whose MODEL answers [default: load it here]"),
+    ] = None,
+    api_key: Annotated[
+        str | None, typer.Option(help="with --url, if the server has keys", envvar="QUIRE_API_KEY")
+    ] = None,
     options: EngineOptions,
 ) -> None:
     """Chat with a model. /help lists commands, Ctrl-C stops an answer."""
-    del model  # of options
+    if url is not None:
+        if adapter is not None:
+            raise RequestError("--adapter is of a model that is loaded here; with --url name the adapter as MODEL")
+        given = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens}
+        with closing(RemoteModel(url, api_key, model, given)) as remote:
+            converse(remote, SamplingParams(max_tokens=None), system, VisibleConsole())
+        return
     with closing(_load(replace(options, enable_lora=options.enable_lora or adapter is not None))) as llm:
         params = _params(llm, max_tokens=max_tokens, temperature=temperature, top_p=top_p)
         converse(llm, params, system, VisibleConsole(), adapter)
@@ -362,7 +271,7 @@ def bench_serve(*, options: ServerBench) -> None:
         raise typer.Exit(1)
 
 
-@bench.command("throughput", cls=_Command)
+@bench.command("throughput", cls=Command)
 @with_flags
 def bench_throughput(
     *,
@@ -376,7 +285,7 @@ def bench_throughput(
         quire.bench_throughput(llm, wanted, VisibleConsole(), seed=options.seed)
 
 
-@bench.command("latency", cls=_Command)
+@bench.command("latency", cls=Command)
 @with_flags
 def bench_latency(
     *,
@@ -390,7 +299,7 @@ def bench_latency(
         quire.bench_latency(llm, wanted, VisibleConsole(), advance=CountBar("batches"))
 
 
-@app.command(cls=_Command)
+@app.command(cls=Command)
 @with_flags
 def run_batch(  # noqa: PLR0913 (a flag each)
     *,
@@ -445,7 +354,7 @@ def replay(
     typer.echo(f"{report.num_steps} {report.what}, all the same")
 
 
-@app.command(cls=_Command)
+@app.command(cls=Command)
 @with_flags
 def doctor(
     *,
@@ -503,7 +412,7 @@ _DEVICE = typer.Option(
 )
 
 
-@app.command(cls=_Command)
+@app.command(cls=Command)
 @with_flags
 def simulate(
     *,
@@ -532,7 +441,7 @@ def simulate(
         write_json(out, figures)
 
 
-@app.command(cls=_Command)
+@app.command(cls=Command)
 @with_flags
 def plan(
     *,
@@ -572,7 +481,7 @@ def reproduce(
     )
 
 
-@app.command(cls=_Command)
+@app.command(cls=Command)
 @with_flags
 def calibrate(
     *,

@@ -2,17 +2,11 @@
 
 import json
 import logging
-import sys
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from os import PathLike, fspath
-from types import TracebackType
-from typing import Self
 from uuid import uuid4
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from quire.chat.detect import chat_format
 from quire.chat.output import OutputFormat, constrained_params, output_format
@@ -57,6 +51,7 @@ from quire.engine.outputs import (
     with_lists,
 )
 from quire.engine.scoring import activation_of, pair_texts, probabilities
+from quire.engine.token_progress import TokenProgress
 from quire.errors import RequestError
 from quire.params import BeamSearchParams, LoRARequest, SamplingParams
 from quire.scheduler.beam_search import plan_beams
@@ -64,54 +59,6 @@ from quire.startup.build import build
 from quire.structured_outputs.backends import check as check_constraint
 from quire.tokenizer.messages import Message
 from quire.tokenizer.tokenizer import Tokenizer
-
-
-class TokenProgress:
-    """Progress bar on stderr: finished sequences, tokens per second, and prompts that take more than one step.
-
-    work: label of the bar. shown: None shows the bar if stderr is a terminal.
-    """
-
-    def __init__(self, work: str, total: int, *, shown: bool | None = None) -> None:
-        self._bar: Progress | None = None
-        if not (sys.stderr.isatty() if shown is None else shown):
-            return
-        self._bar = Progress(
-            TextColumn(work),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[speed]:.0f} tokens/s"),
-            TextColumn("{task.fields[prompts]}"),
-            console=Console(stderr=True),
-        )
-        self._task = self._bar.add_task(work, total=total, speed=0.0, prompts="")
-        self._num_tokens = 0
-
-    def __enter__(self) -> Self:
-        if self._bar is not None:
-            self._bar.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
-    def show_prompts(self, progress: PromptProgress) -> None:
-        """Show how far the running prompts are."""
-        if self._bar is not None:
-            self._bar.update(self._task, prompts=str(progress) if progress.num_prompts else "")
-
-    def update(self, num_tokens: int, num_finished: int) -> None:
-        """Count the tokens of a step and the sequences that ended in it."""
-        if self._bar is None:
-            return
-        self._num_tokens += num_tokens
-        elapsed = self._bar.tasks[self._task].elapsed or 0.0
-        self._bar.update(self._task, advance=num_finished, speed=self._num_tokens / elapsed if elapsed else 0.0)
-
 
 log = logging.getLogger(__name__)
 
@@ -282,8 +229,14 @@ class LLM:
         lora_request: the adapter. Raises RequestError like `chat`, and for best_of above n.
         """
         text = self._tokenizer.apply_chat_template(messages)
-        tokenized = [tokenize(text, self._tokenizer, add_special_tokens=False)]
-        (transcript,) = self._output_processors(tokenized, sampling_params)
+        prompt = tokenize(text, self._tokenizer, add_special_tokens=False).ids
+        yield from self.stream_generate(prompt, sampling_params, lora_request=lora_request)
+
+    def stream_generate(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, lora_request: LoRARequest | None = None
+    ) -> Iterator[str]:
+        """Iterate over the text that continues a prompt; otherwise as `stream_chat`."""
+        (transcript,) = self._output_processors([tokenize(prompt, self._tokenizer)], sampling_params)
         transcript.params.check_streamable()
         with closing(self._deltas([transcript], adapters=self.adapters.each(lora_request, 1))) as deltas:
             for delta in deltas:

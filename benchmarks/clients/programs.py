@@ -17,6 +17,7 @@ from importlib.metadata import version
 from typing import Any
 
 from benchmarks.clients.frameworks import instructor, langchain, llama_index, openai_agents, pydantic_ai
+from benchmarks.clients.huggingface import huggingface_hub, text_generation
 from benchmarks.clients.questions import (
     FACTS,
     MODEL,
@@ -44,6 +45,8 @@ PACKAGES: Mapping[str, tuple[str, ...]] = {  # client -> what is installed for i
     "openai-agents": ("openai-agents",),
     "anthropic": ("anthropic",),
     "ollama": ("ollama",),
+    "huggingface-hub": ("huggingface_hub", "pydantic"),
+    "text-generation": ("text-generation",),
 }
 # Ollama's client sorts the keys of a tool. Then the embedded model calls get_price no more, but one of these two.
 SORTED = [
@@ -356,6 +359,7 @@ def ollama(url: str) -> Checks:
         (listed,), (loaded,) = client.list().models, client.ps().models
         assert listed.model == loaded.model == f"{MODEL}:latest"
         assert "completion" in client.show(listed.model).capabilities
+        assert client.pull(listed.model).status == "success"
 
     def refused() -> None:
         for wrong in (lambda: client.chat("llama3", user(QUESTION)), lambda: client.pull("llama3")):
@@ -390,6 +394,8 @@ CLIENTS: Mapping[str, Callable[[str], Checks]] = {
     "openai-agents": openai_agents,
     "anthropic": anthropic,
     "ollama": ollama,
+    "huggingface-hub": huggingface_hub,
+    "text-generation": text_generation,
 }
 
 

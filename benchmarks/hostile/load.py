@@ -200,9 +200,11 @@ async def schemas(attack: Attack) -> None:
     product = {"allOf": [{"anyOf": [{"type": "object", **one} for one in objects]} for _ in range(5)]}
     names = {f"@@@@@@@@{'a' * 900}{i}": {"type": "string", "maxLength": 9} for i in range(511)}
     long = {"type": "object", "properties": {**names, "last": {"type": "array", "uniqueItems": True}}}
+    wide = {f"@@@@@@@@{i}": {"anyOf": [{"type": "string"}, {"type": "null"}]} for i in range(4000)}
+    large = {"type": "object", "properties": wide, "required": list(wide)}
     rules = "\n".join(f'r{i} ::= "@@@@@@@@" r{i + 1} | r{i + 1} "{i}" | "{i}"' for i in range(500))
     forms: list[dict[str, Any]] = [
-        *({"structured_outputs": {"json": schema}} for schema in (product, long)),
+        *({"structured_outputs": {"json": schema}} for schema in (product, long, large)),
         {"structured_outputs": {"grammar": f'root ::= r0\n{rules}\nr500 ::= "a'}},
     ]
     await attack.flood(CHAT, _numbered([json.dumps({**_HELLO, **form}).encode() for form in forms]), 8)

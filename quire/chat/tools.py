@@ -11,9 +11,9 @@ from quire.tokenizer.messages import plain_json
 
 MAX_TOOLS = 512
 MAX_NAME = 128  # characters; OpenAI allows 64, Anthropic and clients of MCP servers write longer ones
-_NAME = re.compile(rf"[a-zA-Z0-9_.-]{{1,{MAX_NAME}}}")
+NAME = re.compile(rf"[a-zA-Z0-9_.-]{{1,{MAX_NAME}}}")
 _MODES = ("none", "auto", "required")
-INSTEAD_OF_CUSTOM = "give a function with one string parameter, such as input, with a pattern in place of a grammar"
+_INSTEAD_OF_CUSTOM = "give a function with one string parameter, such as input, with a pattern in place of a grammar"
 
 
 class Tool(msgspec.Struct, frozen=True):
@@ -89,13 +89,13 @@ def _tool(value: object, at: str) -> Tool:
     raw = plain_json(value, "tools")
     if not isinstance(raw, dict) or raw.get("type", "function") != "function":
         kind = raw.get("type") if isinstance(raw, dict) else raw
-        hint = f"; {INSTEAD_OF_CUSTOM}" if kind == "custom" else ""
+        hint = f"; {_INSTEAD_OF_CUSTOM}" if kind == "custom" else ""
         raise RequestError(f'{at}: only tools with "type": "function" are supported, not {kind!r:.80}{hint}', "tools")
     function = raw.get("function")
     if not isinstance(function, dict):
         raise RequestError(f"{at} needs a function with name and parameters", "tools")
     name = function.get("name")
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
+    if not isinstance(name, str) or not NAME.fullmatch(name):
         raise RequestError(
             f"{at}/function/name must have 1 to {MAX_NAME} letters, digits, '_', '.' or '-', not {name!r:.80}", "tools"
         )

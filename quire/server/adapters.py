@@ -113,10 +113,6 @@ class Adapters:
         allowed = (item for item in self._entries.items() if caller.may_use_adapter(item[0]))
         return iter(sorted(allowed, key=lambda item: item[1].number))
 
-    def knows(self, name: str) -> bool:
-        """Whether a name was read or used."""
-        return name in self._entries
-
     async def resolve(self, name: str, caller: Caller) -> Adapter | None:
         """The adapter that a name stands for. None if there is none, or if the caller's key may not use it.
 

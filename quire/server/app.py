@@ -9,6 +9,7 @@ from starlette.requests import Request
 
 from quire import __version__
 from quire.server.api.anthropic.messages import message_routes
+from quire.server.api.llama_cpp.routes import llama_cpp_routes
 from quire.server.api.native.admin import admin_routes
 from quire.server.api.native.explain import explain_routes
 from quire.server.api.native.fleet import fleet_routes
@@ -27,6 +28,7 @@ from quire.server.api.openai.files import file_routes
 from quire.server.api.openai.responses import response_routes
 from quire.server.api.openai.responses_generation import Responses
 from quire.server.api.sglang.routes import generate_routes
+from quire.server.api.tgi.routes import tgi_routes
 from quire.server.api.vllm.adapters import adapter_routes
 from quire.server.api.vllm.classify import classify_routes
 from quire.server.api.vllm.score import score_routes
@@ -102,7 +104,16 @@ def make_app(
     for routes in (
         *(completion_routes, chat_routes, embedding_routes, score_routes, classify_routes),
         *(message_routes, generation_routes, embed_routes, model_routes),
-        *(token_routes, generate_routes, explain_routes, program_routes, adapter_routes, fleet_routes),
+        *(
+            token_routes,
+            generate_routes,
+            tgi_routes,
+            llama_cpp_routes,
+            explain_routes,
+            program_routes,
+            adapter_routes,
+            fleet_routes,
+        ),
     ):
         app.include_router(routes(service))
     app.include_router(response_routes(service, responses))

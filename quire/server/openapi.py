@@ -212,8 +212,7 @@ def describe_api(app: FastAPI, service: Service, *, with_keys: bool) -> None:
     """Replace `app.openapi` by one that adds them. with_keys: whether requests need an API key."""
     token: Keywords = {"minimum": 0, "maximum": service.vocab_size - 1}
     tokens: dict[str, Limits] = {name: {**LIMITS.get(name, {}), "integer": token} for name in _TOKENS}
-    named: Keywords = {} if service.adapters.is_enabled else {"enum": list(service.model_names)}
-    limits: Mapping[str, Limits] = {**LIMITS, **tokens, "model": {"string": named}}
+    limits: Mapping[str, Limits] = {**LIMITS, **tokens}
     plain = app.openapi
     done: dict[str, Any] = {}
 
@@ -237,11 +236,11 @@ def _augmented(document: dict[str, Any], limits: Mapping[str, Limits], *, with_k
     if with_keys:
         parts["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     for path, operations in document["paths"].items():
-        for operation in operations.values():
+        for method, operation in operations.items():
             if path in EXAMPLES:
                 operation["requestBody"]["content"]["application/json"]["examples"] = EXAMPLES[path]
             operation["responses"] = _responses(path, operation["responses"]["200"], _has_stream(operation, schemas))
-            if with_keys and path not in OPEN_PATHS:
+            if with_keys and not (path in OPEN_PATHS and method == "get"):
                 operation["security"] = [{"key": []}]
     return document
 

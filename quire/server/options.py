@@ -47,7 +47,8 @@ class ServerOptions:
     served_model_name: Annotated[
         tuple[str, ...],
         Help(
-            "model name in requests; may be repeated: all are accepted, the first is reported [default: the model's]",
+            "model name in requests, or a pattern with *; may be repeated: all are accepted, the first is reported "
+            "[default: the model's]",
             group="Server",
         ),
     ] = ()
@@ -120,6 +121,15 @@ class ServerOptions:
         Meta(ge=0, le=MAX_LOGPROBS),
         Help("most likely tokens that a request may ask for with each token", "beta", group="Server", rare=True),
     ] = MAX_LOGPROBS
+    verbose: Annotated[
+        bool,
+        Help(
+            "print all lines of the start: kernels, weights, workspace, costs and others",
+            "beta",
+            group="Server",
+            rare=True,
+        ),
+    ] = False
     enable_force_include_usage: Annotated[
         bool,
         Help(

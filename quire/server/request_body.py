@@ -54,12 +54,15 @@ _PIECE = 2**16  # bytes that are scanned at once
 class RequestBodies:
     """Reads the bodies of one app.
 
-    max_messages: of one conversation; none with more fits into the context. check: called with each validated body.
+    max_messages: of one conversation; none with more fits into the context. check: called with each request, its
+    validated body, and the names of its fields without effect.
     A body of more than LARGE bytes counts for its tenant until it is tokenized, and is always parsed on a thread.
     memories: what is held for each tenant.
     """
 
-    def __init__(self, max_messages: int, check: Callable[[Any], None], memories: TenantMemories) -> None:
+    def __init__(
+        self, max_messages: int, check: Callable[[Request, Any, list[str]], None], memories: TenantMemories
+    ) -> None:
         self._max_messages = max_messages
         self._check = check
         self._pool = ThreadPool(max_per_tenant=1)
@@ -116,9 +119,9 @@ class RequestBodies:
                     _parsed, data, request.headers.get("content-type", ""), types["body"], self._max_messages
                 )
                 del data
-                body = await self._pool.run(caller.tenant, parse) if held.is_large else parse()
+                body, ignored = await self._pool.run(caller.tenant, parse) if held.is_large else parse()
                 del parse
-                self._check(body)
+                self._check(request, body, ignored)
                 response = await endpoint(body=body, **({"request": request} if "request" in types else {}))
                 return in_pieces(response, memory)
             except Exception as error:
@@ -224,8 +227,8 @@ def _num_brackets(data: bytes) -> int:
     return data.count(b"{") + data.count(b"[")
 
 
-def _parsed(data: bytes, content_type: str, model: type[T], max_messages: int) -> T:
-    """The model of a body. A body that is not sent as JSON counts as absent.
+def _parsed(data: bytes, content_type: str, model: type[T], max_messages: int) -> tuple[T, list[str]]:
+    """The model of a body, and the names of its fields without effect. A body that is not JSON counts as absent.
 
     Raises RequestValidationError for a body that is not JSON or not of the model, HTTPException with 400 for one that
     no parser should read, and ContextLengthExceeded for more than `max_messages` messages.
@@ -245,7 +248,8 @@ def _parsed(data: bytes, content_type: str, model: type[T], max_messages: int) -
                 name,
             )
     try:
-        return model.model_validate(value)
+        ignored: list[str] = []
+        return model.model_validate(value, context=ignored), ignored
     except ValidationError as error:
         raise RequestValidationError(error.errors(include_url=False, include_input=False)) from None
 

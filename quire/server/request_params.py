@@ -11,15 +11,18 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    GetJsonSchemaHandler,
     JsonValue,
     ModelWrapValidatorHandler,
     PrivateAttr,
     ValidationError,
+    ValidationInfo,
     ValidatorFunctionWrapHandler,
     WrapValidator,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, PydanticCustomError
 
 from quire.config import EngineOptions
 from quire.core.request import Beams
@@ -29,6 +32,7 @@ from quire.errors import RequestError, nearest
 from quire.params import MAX_CHOICES, MAX_LISTED_TOKENS, BeamSearchParams, SamplingParams, StructuredOutputsParams
 from quire.scheduler.beam_search import plan_beams
 from quire.server.errors import renamed_fields
+from quire.server.known_fields import Split, described, is_same, split
 
 NEUTRAL = "x-neutral-values"
 
@@ -54,10 +58,15 @@ def optional_field(description: str, alias: str | None = None) -> Any:  # noqa: 
 
 
 class Body(BaseModel):
-    """A JSON object that rejects unknown fields. An unknown field that is null counts as absent."""
+    """A JSON object that rejects unknown fields. An unknown field that is null counts as absent.
+
+    place: of the table of known fields. The names of those without effect are added to the list that is the context of
+    the validation.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
+    place: ClassVar[str | None] = None
     _neutral: ClassVar[Mapping[str, list[JsonValue]]] = {}  # by field that is not supported yet
     _field_names: ClassVar[frozenset[str]] = frozenset()
 
@@ -74,18 +83,32 @@ class Body(BaseModel):
 
     @model_validator(mode="wrap")
     @classmethod
-    def _check_unknown_fields(cls, body: object, validate: ModelWrapValidatorHandler[Self]) -> Self:
+    def _check_unknown_fields(
+        cls, body: object, validate: ModelWrapValidatorHandler[Self], info: ValidationInfo[list[str] | None]
+    ) -> Self:
         if not isinstance(body, dict) or cls.model_config["extra"] == "allow" or body.keys() <= cls._field_names:
             return validate(body)
-        unknown = [name for name in body if name not in cls._field_names and body[name] is not None]
-        return cls._without(unknown, {name: body[name] for name in body if name in cls._field_names}, validate)
+        found = split(cls.place, body, cls._field_names)
+        if info.context is not None:
+            info.context.extend(found.ignored)
+        return cls._from(found, validate)
 
     @classmethod
-    def _without(cls, unknown: list[Any], known: dict[Any, Any], validate: ModelWrapValidatorHandler[Self]) -> Self:
-        """The body from its known fields. Raises PydanticCustomError if there are `unknown` ones."""
-        for name in unknown:
+    def _from(cls, found: Split, validate: ModelWrapValidatorHandler[Self]) -> Self:
+        """The body from its own fields. Raises PydanticCustomError if there are unknown ones."""
+        for name in found.unknown:
             raise unknown_field(name, cls._field_names)
-        return validate(known)
+        return validate(found.own)
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """The JSON schema, with the fields of the table."""
+        found = handler(schema)
+        properties = handler.resolve_ref_schema(found).setdefault("properties", {})
+        for name, description, accepted in described(cls.place, cls._field_names):
+            values = {} if accepted is None else {NEUTRAL: list(accepted)}
+            properties.setdefault(name, {"description": description, **values})
+        return found
 
     @model_validator(mode="after")
     def _reject_unsupported_values(self) -> Self:
@@ -102,18 +125,25 @@ class RequestBody(Body):
     If a required field is missing, an unknown one is refused at once: it is probably the misspelled name.
     """
 
+    place: ClassVar[str | None] = ""
     _unknown: list[Any] = PrivateAttr(default_factory=list)
+    _renamed: dict[str, str] = PrivateAttr(default_factory=dict)
 
     @classmethod
-    def _without(cls, unknown: list[Any], known: dict[Any, Any], validate: ModelWrapValidatorHandler[Self]) -> Self:
+    def _from(cls, found: Split, validate: ModelWrapValidatorHandler[Self]) -> Self:
+        unknown = found.unknown
         try:
-            body = validate(known)
+            body = validate(found.own)
         except ValidationError as error:
             if unknown and any(problem["type"] == "missing" for problem in error.errors(include_input=False)):
                 raise unknown_field(unknown[0], cls._field_names) from None
             raise
-        body._unknown = unknown
+        body._unknown, body._renamed = unknown, found.renamed
         return body
+
+    def other_names(self) -> Mapping[str, str]:
+        """The engine's names -> those of other servers, for the fields that are set under such a name."""
+        return self._renamed
 
     @property
     def unknown_fields(self) -> Sequence[Any]:
@@ -127,11 +157,6 @@ class RequestBody(Body):
             raise RequestValidationError(
                 [{"type": error.type, "loc": ("body",), "msg": error.message(), "ctx": error.context}]
             )
-
-
-def is_same(value: object, neutral: JsonValue) -> bool:
-    """Whether two values are equal, with 0 and false distinct."""
-    return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
 
 
 def unknown_field(name: object, known: Iterable[str]) -> PydanticCustomError:
@@ -152,6 +177,7 @@ T = TypeVar("T")
 MAX_PROMPTS = 2048  # of embeddings; other routes accept fewer
 MAX_PROMPT_TOKENS = 2**20  # in one body, before truncation
 MAX_SALT = 256  # characters
+_LEAST_BIAS = -100.0  # with which a token is never sampled
 
 Listed = Annotated[list[T], Field(fail_fast=True, max_length=MAX_LISTED_TOKENS)]
 PerPrompt = Annotated[list[T], Field(fail_fast=True, max_length=MAX_PROMPTS)]
@@ -170,9 +196,14 @@ def _validate_prompts(value: object, read: ValidatorFunctionWrapHandler) -> obje
 
 
 def _check_biases(value: object) -> object:
+    """The biases by token id. llama.cpp's form is a list of pairs; false as a bias is its least one."""
+    if isinstance(value, list | dict) and len(value) > MAX_LISTED_TOKENS:
+        raise PydanticCustomError("too_many", f"has more than {MAX_LISTED_TOKENS:,} token ids")
+    if isinstance(value, list):
+        if not all(isinstance(pair, list) and len(pair) == 2 and type(pair[0]) is int for pair in value):
+            raise PydanticCustomError("bias_type", "must map token ids to numbers, or be a list of [token id, number]")
+        value = {str(token): _LEAST_BIAS if bias is False else bias for token, bias in value}
     if isinstance(value, dict):
-        if len(value) > MAX_LISTED_TOKENS:
-            raise PydanticCustomError("too_many", f"has more than {MAX_LISTED_TOKENS:,} token ids")
         for bias in value.values():
             if type(bias) is not float and type(bias) is not int:
                 raise PydanticCustomError("bias_type", "must map token ids to numbers")
@@ -188,7 +219,7 @@ Biases = Annotated[dict[str, float], BeforeValidator(_check_biases)]
 _BEAM_NEUTRAL_VALUES: Mapping[str, tuple[JsonValue, ...]] = MappingProxyType(
     {
         **{"temperature": (0, 1), "top_p": (1,), "top_k": (0, -1), "min_p": (0,), "deterministic": (False,)},
-        **{"presence_penalty": (0,), "frequency_penalty": (0,), "repetition_penalty": (1,), "repeat_penalty": (1,)},
+        **{"presence_penalty": (0,), "frequency_penalty": (0,), "repetition_penalty": (1,)},
         **{"logit_bias": ({},), "allowed_token_ids": (), "bad_words": ([],), "stop": ([],)},
         **{"no_repeat_ngram_size": (0,), "repetition_detection": (), "stop_regex": ([],)},
         **{"seed": (), "stream": (False,), "logprobs": (False,), "logprob_token_ids": ([],), "prompt_logprobs": ()},
@@ -265,41 +296,6 @@ class RepetitionDetection(Body):
         return {name: value for name in self.model_fields_set if (value := getattr(self, name)) is not None}
 
 
-class LlamaCppBody(Body):
-    """llama.cpp's and Ollama's names of fields that exist here, and their samplers that do not, in neutral form."""
-
-    n_predict: int | None = optional_field("llama.cpp's name of max_tokens.")
-    repeat_penalty: float | None = optional_field("llama.cpp's name of repetition_penalty.")
-    repeat_last_n: Any = unsupported_field(-1)
-    cache_prompt: Any = unsupported_field(True)  # noqa: FBT003 (a value of the field)
-    id_slot: Any = unsupported_field(-1)
-    min_keep: Any = unsupported_field(0)
-    typical_p: Any = unsupported_field(1)
-    tfs_z: Any = unsupported_field(1)
-    top_n_sigma: Any = unsupported_field(-1)
-    mirostat: Any = unsupported_field(0)
-    mirostat_tau: Any = ignored_field()
-    mirostat_eta: Any = ignored_field()
-    dynatemp_range: Any = unsupported_field(0)
-    dynatemp_exponent: Any = ignored_field()
-    xtc_probability: Any = unsupported_field(0)
-    xtc_threshold: Any = ignored_field()
-    dry_multiplier: Any = unsupported_field(0)
-    dry_base: Any = ignored_field()
-    dry_allowed_length: Any = ignored_field()
-    dry_penalty_last_n: Any = ignored_field()
-    dry_sequence_breakers: Any = ignored_field()
-
-    def other_names(self) -> Mapping[str, str]:
-        """The engine's names -> llama.cpp's, for the fields that are set under that name only."""
-        names = LLAMA_CPP_NAMES.items()
-        return {
-            ours: theirs for ours, theirs in names if getattr(self, theirs) is not None and getattr(self, ours) is None
-        }
-
-
-LLAMA_CPP_NAMES = MappingProxyType({"max_tokens": "n_predict", "repetition_penalty": "repeat_penalty"})
-
 MAX_NAME = 256  # characters of a schema's name
 
 Schema = str | bool | dict[str, Any]
@@ -332,7 +328,10 @@ class JsonSchema(Body):
 class ResponseFormat(Body):
     """OpenAI's `response_format`, with vLLM's structural tags."""
 
-    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    type: Literal["text", "json_object", "json_schema", "structural_tag", "json", "regex"]
+    value: Any = optional_field(
+        "TGI's name: with the type regex a pattern, with other types the JSON schema of the output (the type json too)."
+    )
     json_schema: JsonSchema | None = optional_field("With the type json_schema.")
     schema_: Schema | None = optional_field(
         "With the type json_object or json_schema: the JSON schema of the output, as in llama.cpp and Together.",
@@ -347,8 +346,10 @@ class ResponseFormat(Body):
     def constraint_args(self) -> Mapping[str, object]:
         """Arguments of StructuredOutputsParams; empty for text. Raises RequestError."""
         beside = {
-            "json_object": ("schema_",),
-            "json_schema": ("json_schema", "schema_"),
+            "json": ("value",),
+            "regex": ("value",),
+            "json_object": ("schema_", "value"),
+            "json_schema": ("json_schema", "schema_", "value"),
             "structural_tag": ("format", "structures", "triggers"),
         }
         own = {name: value for name in beside.get(self.type, ()) if (value := getattr(self, name)) is not None}
@@ -361,14 +362,22 @@ class ResponseFormat(Body):
                 return {}
             case "structural_tag":
                 return {"structural_tag": {"type": self.type, **own}}
-            case "json_object" if self.schema_ is None:
-                return {"json_object": True}
+            case "regex":
+                if not isinstance(self.value, str):
+                    raise RequestError("response_format of type regex needs a pattern as its value", _FORMAT)
+                return {"regex": self.value}
         named = None if self.json_schema is None else self.json_schema.schema_
-        if named is not None and self.schema_ is not None:
-            raise RequestError("response_format has two schemas; leave out schema or json_schema", _FORMAT)
-        if named is None and self.schema_ is None:
-            raise RequestError("response_format of type json_schema needs a json_schema with a schema", _FORMAT)
-        return {"json": self.schema_ if named is None else named}
+        schemas = [schema for schema in (named, self.schema_, self.value) if schema is not None]
+        if not schemas and self.type == "json_object":
+            return {"json_object": True}
+        if len(schemas) > 1:
+            raise RequestError("response_format has two schemas; give one of json_schema, schema and value", _FORMAT)
+        if not schemas:
+            needed = "a value" if self.type == "json" else "a json_schema with a schema"
+            raise RequestError(f"response_format of type {self.type} needs {needed}", _FORMAT)
+        if not isinstance(schemas[0], str | bool | dict):
+            raise RequestError("the value of response_format must be a JSON schema", _FORMAT)
+        return {"json": schemas[0]}
 
 
 class StructuredOutputs(Body):
@@ -420,7 +429,7 @@ class ConstraintBody(Body):
         Raises RequestError for two constraints and for an invalid one, with StructuredOutputsParams' field names.
         """
         constraints = dict(self._constraints())
-        if len(constraints) > 1:
+        if any(one != next(iter(constraints.values())) for one in constraints.values()):
             raise several_constraints(list(constraints))
         options = {} if self.structured_outputs is None else self.structured_outputs.constraint_args()
         if not constraints and self.structured_outputs is None:
@@ -479,11 +488,11 @@ class RetentionBody(Body):
     pin: bool | None = optional_field("Not evicted, within limits (docs/eviction.md); false by default.")
 
     @classmethod
-    def _without(cls, unknown: list[Any], known: dict[Any, Any], validate: ModelWrapValidatorHandler[Self]) -> Self:
-        if "session" in unknown:
+    def _from(cls, found: Split, validate: ModelWrapValidatorHandler[Self]) -> Self:
+        if "session" in found.unknown:
             text = "unknown field '{name}': it was removed; set priority, ttl and pin in each request of a conversation"
             raise PydanticCustomError("unknown_field", text, {"name": "session"})
-        return super()._without(unknown, known, validate)
+        return super()._from(found, validate)
 
 
 class ProgramBody(Body):

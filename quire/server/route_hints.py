@@ -4,12 +4,15 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 _TEXT_ONLY = "quire serves text models only"
-_ONE_MODEL = "the model is named when the server starts (`quire serve MODEL`)"
+ONE_MODEL = "the model is named when the server starts (`quire serve MODEL`)"
 _STATE = "quire keeps no conversations; send the whole one to /v1/chat/completions, or use /v1/responses with store"
 
 # By path, or by beginning of paths if it ends with a slash.
 HINTS: Mapping[str, str] = MappingProxyType(
     {
+        "/v1/v1/": "the path has v1 twice: the client adds it to a base URL that has it; leave one of them out",
+        "/openai/deployments/": "use /v1/chat/completions: with OpenAI's client in place of Azure's",
+        "/api/v0/": "use /v1/models and /v1/chat/completions",
         # OpenAI
         "/v1/audio/": f"{_TEXT_ONLY}, neither speech nor transcription",
         "/v1/images/": f"{_TEXT_ONLY}, no images",
@@ -43,21 +46,15 @@ HINTS: Mapping[str, str] = MappingProxyType(
         "/invocations": "use /v1/chat/completions or /v1/completions",
         "/ping": "use /health",
         # llama.cpp
-        "/completion": "use /v1/completions",
         "/embedding": "use /v1/embeddings",
         "/reranking": "use /v1/rerank",
         "/infill": "infilling is not supported; use /v1/completions with the model's own markup in the prompt",
-        "/props": "use /get_server_info and /tokenizer_info",
         "/slots": "use /health and /v1/requests/ID/explain",
-        "/apply-template": "use /tokenize with messages; /tokenizer_info returns the template",
         # Ollama
-        **{f"/api/{name}": _ONE_MODEL for name in ("pull", "push", "create", "copy", "delete")},
-        "/api/blobs/": _ONE_MODEL,
+        **{f"/api/{name}": ONE_MODEL for name in ("push", "create", "copy", "delete")},
+        "/api/blobs/": ONE_MODEL,
         "/api/web_search": "quire reaches no other server; offer a tool that searches",
         "/api/web_fetch": "quire reaches no other server; offer a tool that reads pages",
-        # Text Generation Inference
-        "/generate_stream": "use /generate with stream, or /v1/completions",
-        "/info": "use /get_server_info",
     }
 )
 

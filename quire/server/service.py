@@ -1,9 +1,10 @@
 """The state that all routes share: one model with its engine, independent of HTTP formats."""
 
 import asyncio
+import re
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,8 +27,9 @@ from quire.params import MAX_LOGPROBS, SamplingParams
 from quire.server.adapters import Adapters, ServedModel
 from quire.server.errors import Busy, UnknownModel
 from quire.server.middleware.auth import caller_of
+from quire.server.model_names import TAG, ModelNames, is_placeholder
 from quire.server.observability.metrics import Metrics
-from quire.server.observability.request_record import RequestIds, store_model
+from quire.server.observability.request_record import RequestIds, store_ignored, store_model
 from quire.server.options import LoraModule, UnknownFields
 from quire.server.reply import Reply
 from quire.server.request_body import RequestBodies
@@ -41,6 +43,7 @@ from quire.tokenizer.tokenizer import Tokenizer
 T = TypeVar("T")
 
 CHARACTERS_PER_TOKEN = 64  # upper bound; the longest tokens are runs of spaces
+_PLAIN = re.compile(r"[a-zA-Z0-9_.-]{1,64}")  # names that a header can have
 # bounds of prompts for which tokenization takes less time than the hand-over to a thread under load
 _MAX_SHORT = 1024  # characters and token ids together
 _MAX_SHORT_PROMPTS = 16
@@ -49,7 +52,7 @@ _MAX_SHORT_PROMPTS = 16
 class Service:
     """One served model: engine, tokenizer, metrics, request bodies, thread pool, the memory of each tenant.
 
-    model_names: names that requests may use, of which responses have the first; (): the model's own.
+    model_names: names that requests may use: see ModelNames.
     always_reports_usage: whether each chunk of a stream of completions or chat has the usage so far. max_logprobs: most
     likely tokens that a request may ask for with each token. lora_modules, lora_dir: adapters, see Adapters.
     disable_any_whitespace: of every constraint without a whitespace_pattern.
@@ -69,8 +72,8 @@ class Service:
         lora_modules: Sequence[LoraModule] = (),
         lora_dir: str | None = None,
     ) -> None:
-        self.model_names = tuple(dict.fromkeys(model_names)) or (facts.model_name,)
-        self.model_name = self.model_names[0]  # in responses and metrics
+        self.names = ModelNames(model_names, facts.model_name)
+        self.model_name = self.names.reported
         self.max_model_len = facts.max_model_len
         self.vocab_size = facts.vocab_size
         self.num_end_tokens = facts.num_end_tokens
@@ -88,7 +91,7 @@ class Service:
         self.adapters = Adapters(
             engine,
             self.thread_pool,
-            model_names=self.model_names,
+            model_names=self.names.exact,
             modules=lora_modules,
             folder=None if lora_dir is None else Path(lora_dir),
             is_enabled=facts.options.enable_lora,
@@ -112,27 +115,48 @@ class Service:
         self._max_logprobs = max_logprobs
         self._disable_any_whitespace = disable_any_whitespace
 
-    async def served_model(self, request: Request, name: str | None, param: str = "model") -> ServedModel:
+    async def served_model(
+        self, request: Request, name: str | None, param: str = "model", builtin: Sequence[str] = ()
+    ) -> ServedModel:
         """What a request's model name stands for: the served model, or an adapter. Stored in the request's record.
 
-        None: the model. Raises UnknownModel, also for an adapter that the key may not use. See `Adapters.resolve`.
+        None: the model. builtin: patterns of names that clients of the route have built in; they stand for the model.
+        Raises UnknownModel, also for an adapter that the key may not use. See `Adapters.resolve`.
         """
-        if name is None or name in self.model_names:
+        if name is None:
             return ServedModel(self.model_name)
-        adapter = await self.adapters.resolve(name, caller_of(request))
-        if adapter is None:
-            served = " and ".join(map(repr, self.model_names))
-            raise UnknownModel(f"the model {name!r:.200} is not served here; this server has {served}", param)
-        store_model(request, name)
-        return ServedModel(name, adapter)
+        for one in dict.fromkeys((name, name.removesuffix(TAG))):
+            if self.names.has(one):
+                return ServedModel(self.model_name)
+            adapter = await self.adapters.resolve(one, caller_of(request))
+            if adapter is not None:
+                store_model(request, one)
+                return ServedModel(one, adapter)
+        if self.names.matches(name):
+            return ServedModel(self.model_name)
+        if param == "model" and is_placeholder(name, builtin):
+            self.ignore(request, "", [param])
+            return ServedModel(self.model_name)
+        raise UnknownModel(f"the model {name!r:.200} is not served here; this server has {self.names.shown}", param)
+
+    def ignore(self, request: Request, place: str, names: Iterable[str]) -> None:
+        """Report what a request has without effect: in its response, in the access log, in the metrics.
+
+        place: the field that has it; "" for a field of the body, with a name from the table of known fields.
+        """
+        shown = dict.fromkeys(name if _PLAIN.fullmatch(name) else "other" for name in names)
+        store_ignored(request, [f"{place}.{name}" if place else name for name in shown])
+        for field in dict.fromkeys(place or name for name in shown):
+            self.metrics.count_ignored(field)
 
     @property
     def ignores_unknown_fields(self) -> bool:
-        """Whether fields and tools that the server does not know are ignored; else they are refused."""
+        """Whether fields that the server does not know are ignored; else they are refused."""
         return self._unknown_fields == "ignore"
 
-    def _check_fields(self, body: RequestBody) -> None:
+    def _check_fields(self, request: Request, body: RequestBody, ignored: Sequence[str]) -> None:
         """Raises RequestValidationError for an unknown field of the body, unless the server ignores and counts them."""
+        self.ignore(request, "", ignored)
         if not self.ignores_unknown_fields:
             body.refuse_unknown_fields()
         self.metrics.count_unknown_fields("body", len(body.unknown_fields))

@@ -117,10 +117,11 @@ def _lark(text: str) -> str:
     return json.dumps({"grammars": [{"lark_grammar": text}]})
 
 
-# Limits of the Earley parser. On one core a compilation takes up to about 0.1 s and a mask up to about 20 ms. In an
-# ambiguous grammar the items of a row increase with the text. A schema has some items in a row for each property.
+# Limits of the Earley parser. On one core a compilation takes up to about 0.5 s and a mask up to about 20 ms. In an
+# ambiguous grammar the items of a row increase with the text. A schema has some items in a row for each property that
+# is not required.
 _MAX_ITEMS = 600
-_MAX_ITEMS_OF_SCHEMA = 3_000
+_MAX_ITEMS_OF_SCHEMA = 6_000
 # Limits of the lexer. Its fuel is the number of expressions that it may construct for one mask: 800,000 take about
 # 30 ms. It finds in this way whether a text within two bounds, such as a pattern and a length, can be finished.
 _LEXER_FUEL = 800_000

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from shutil import get_terminal_size
 from typing import Any, Protocol
@@ -147,7 +148,8 @@ class Chat:
         width = max(len(f"{name} {command.argument}") for name, command in COMMANDS.items())
         for name, command in COMMANDS.items():
             self._say(f"{f'{name} {command.argument}':<{width}}  {command.text}")
-        self._say('Ctrl-C stops an answer. A line that ends with \\, or lines between """, are one message.')
+        self._say("Ctrl-C stops an answer, and clears a line.")
+        self._say('A line that ends with \\, or lines between """, are one message.')
         return True
 
     def system(self, text: str) -> bool:
@@ -169,7 +171,7 @@ class Chat:
             self._tools = []
             self._say("no tools")
             return True
-        found = _json_file(file)
+        found = json_file(file)
         tools = found if isinstance(found, list) else [found]
         if not all(isinstance(tool, dict) for tool in tools):
             raise RequestError(f"{file} must have a list of tools as in OpenAI's chat API")
@@ -186,7 +188,7 @@ class Chat:
             self._say("answers are text")
             return True
         if argument:
-            self._constraint = StructuredOutputsParams(json=json.dumps(_json_file(argument)))
+            self._constraint = StructuredOutputsParams(json=json.dumps(json_file(argument)))
         else:
             self._constraint = StructuredOutputsParams(json_object=True)
         self._say(f"answers are JSON{f' of the schema in {argument}' if argument else ''}")
@@ -276,7 +278,7 @@ class _Shown:
         self._console.print(text, style=self._style, end="", markup=False, highlight=False, soft_wrap=True)
 
 
-def _json_file(file: str) -> Any:  # noqa: ANN401 (JSON)
+def json_file(file: str) -> Any:  # noqa: ANN401 (JSON)
     """The content of a JSON file. Raises RequestError."""
     try:
         with Path(file).expanduser().open("rb") as opened:
@@ -301,9 +303,11 @@ def converse(
     """Chat until the user ends it. adapter: the folder of a LoRA adapter."""
     reader = TurnReader()
     lora_request = None if adapter is None else LoRARequest(adapter.name or "adapter", lora_path=adapter)
-    chat = Chat(llm, params, system, console, reader.read, lora_request)
+    ask = partial(reader.read, can_cancel=True)
+    chat = Chat(llm, params, system, console, ask, lora_request)
     name, length = llm.model_name, llm.max_model_len
-    said = f"{visible_line(name)}, context of {length:,} tokens. /help lists commands, /exit ends the chat."
+    context = f", context of {length:,} tokens" if length else ""
+    said = f"{visible_line(name)}{context}. /help lists commands, /exit ends the chat."
     console.print(said, markup=False, highlight=False)
     try:
         while (text := reader.read()) is not None and chat.turn(text):

@@ -26,8 +26,10 @@ class TurnReader:
                 self._readline.read_history_file(history)
             self._readline.set_history_length(_MAX_LINES)
 
-    def read(self, prompt: str = "> ") -> str | None:
-        r"""The next turn, without white space around it. None at the end of the input and at Ctrl-C.
+    def read(self, prompt: str = "> ", *, can_cancel: bool = False) -> str | None:
+        r"""The next turn, without white space around it. None at the end of the input.
+
+        Ctrl-C clears what was typed of it; with `can_cancel` it gives None, too.
 
         A line that ends with a backslash continues on the next one. Lines between two lines with three quotes are one
         turn.
@@ -37,8 +39,14 @@ class TurnReader:
         while True:
             try:
                 line = input(prompt if not lines and not is_quoted else ". ")
-            except (EOFError, KeyboardInterrupt):
+            except EOFError:
                 return None
+            except KeyboardInterrupt:
+                if can_cancel:
+                    return None
+                sys.stdout.write("\n")
+                lines, is_quoted = [], False
+                continue
             if line.strip() == _QUOTES:
                 if is_quoted:
                     return "\n".join(lines).strip()

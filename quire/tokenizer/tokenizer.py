@@ -170,6 +170,13 @@ class Tokenizer:
         _check_text(text)
         return encode(self._core, text, add_special_tokens=add_special_tokens)
 
+    def encode_with_places(self, text: str) -> list[tuple[int, int, int]]:
+        """The token ids of a text, each with its begin and end in the text, in characters."""
+        _check_text(text)
+        with NoPanics("model or post_processor"):
+            found = self._core.encode(text)
+        return [(id, *place) for id, place in zip(found.ids, found.offsets, strict=True)]
+
     def encode_pair(self, first: str, second: str) -> list[int]:
         """The token ids of two texts as one prompt, joined as the tokenizer joins pairs. Raises as `encode`."""
         _check_text(first)

@@ -9,8 +9,8 @@ import pytest
 
 from quire import LLM, CompletionOutput, RequestOutput, SamplingParams
 from quire.core.prompt_progress import PromptProgress
+from quire.engine.token_progress import TokenProgress
 from quire.errors import ConfigError, RequestError
-from quire.llm import TokenProgress
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 STORY = "One Tuesday Mira went"

@@ -74,7 +74,8 @@ ORDER = (
         "server.observability.request_record",
         "server.errors",
     ),
-    *("server.observability", "server.request_params", "server.middleware", "server.thread_pool"),
+    *("server.observability", "server.known_fields", "server.request_params", "server.middleware"),
+    *("server.thread_pool", "server.model_names", "server.route_hints"),
     *("server.held_answer", "server.sse", "server.json_pieces"),
     *("server.store_database", "server.store", "server.multipart", "server.request_body"),
     *("server.adapters", "server.reply", "server.service"),
@@ -84,6 +85,7 @@ ORDER = (
         "server",
         "server.batch",
         "quire",
+        "flags",
         "cli",
         "command",
     ),  # quire/__init__.py re-exports names of the folders before it

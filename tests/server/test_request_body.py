@@ -44,7 +44,7 @@ class Threads(BaseModel):
 
 
 def parsed(body, max_messages=100):
-    return request_body._parsed(body, JSON, Threads, max_messages)
+    return request_body._parsed(body, JSON, Threads, max_messages)[0]
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def parsed(body, max_messages=100):
     ids=["short", "long text", "longer text", "many objects"],
 )
 def test_long_bodies_and_many_objects_are_parsed_on_a_thread(body, on_thread):
-    bodies, app = RequestBodies(100, lambda body: None, TenantMemories()), FastAPI()
+    bodies, app = RequestBodies(100, lambda request, body, ignored: None, TenantMemories()), FastAPI()
     router = APIRouter(route_class=bodies.route_class())
 
     @router.post("/")

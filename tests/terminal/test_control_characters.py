@@ -122,9 +122,8 @@ def test_generate_shows_them_on_a_terminal_and_keeps_them_in_a_file(monkeypatch,
         def isatty(self):
             return is_terminal
 
-    result = SimpleNamespace(outputs=[SimpleNamespace(text=HOSTILE[:-2])])
     llm = SimpleNamespace(
-        generate=lambda prompts, params: [result],
+        stream_generate=lambda prompt, params: iter([HOSTILE[:5], HOSTILE[5:-2]]),
         get_default_sampling_params=SamplingParams,
         close=lambda: None,
     )

@@ -40,12 +40,26 @@ def test_input_that_ends_within_a_turn_ends_the_chat(read):
     assert read('"""', "one") == []
 
 
-def test_ctrl_c_ends_the_chat(monkeypatch, tmp_path):
+def test_ctrl_c_clears_what_was_typed(monkeypatch, tmp_path, capsys):
+    typed = iter(["first \\", KeyboardInterrupt, KeyboardInterrupt, '"""', "quoted", KeyboardInterrupt, "second"])
+
+    def read(_prompt):
+        line = next(typed)
+        if line is KeyboardInterrupt:
+            raise line
+        return line
+
+    monkeypatch.setattr("builtins.input", read)
+    assert TurnReader(tmp_path / "history").read() == "second"
+    assert capsys.readouterr().out == "\n" * 3
+
+
+def test_ctrl_c_cancels_the_result_of_a_tool(monkeypatch, tmp_path):
     def interrupted(_prompt):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("builtins.input", interrupted)
-    assert TurnReader(tmp_path / "history").read() is None
+    assert TurnReader(tmp_path / "history").read(can_cancel=True) is None
 
 
 def test_lines_are_remembered_for_the_next_chat(monkeypatch, tmp_path):

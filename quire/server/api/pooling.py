@@ -30,7 +30,6 @@ from quire.server.request_params import (
     Prompts,
     Salt,
     SchedulingParamsBody,
-    ignored_field,
     optional_field,
 )
 from quire.server.service import Service
@@ -57,7 +56,6 @@ class PoolingBody(SaltedBody):
     truncation_side: Literal["left", "right"] | None = optional_field(
         "With truncate_prompt_tokens: drop tokens at the begin (left, the default) or at the end (right)."
     )
-    user: object = ignored_field()
 
     def params(self) -> SamplingParams:
         """The truncation, as parameters of a request that generates nothing. Raises RequestError."""

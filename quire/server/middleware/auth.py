@@ -30,7 +30,7 @@ class AuthMiddleware:
         state = scope.setdefault("state", {})
         # Only code of this process can set the state before, such as a batch for its requests.
         caller = state.get("caller") or self._caller(Headers(scope=scope))
-        if isinstance(caller, Caller) or scope["path"] in OPEN_PATHS or scope["path"].startswith(OPEN_FOLDER):
+        if isinstance(caller, Caller) or _is_open(scope):
             state["caller"] = caller if isinstance(caller, Caller) else None
             await self._app(scope, receive, send)
         elif scope["type"] == "http":
@@ -43,6 +43,12 @@ class AuthMiddleware:
         if self._keys is None:
             return KEYLESS_CALLER if is_local(headers.get("host", "")) else HostNotAllowed()
         return self._keys.caller(_key(headers).encode("latin-1")) or Unauthenticated()
+
+
+def _is_open(scope: Scope) -> bool:
+    """Whether a request needs no key: it reads an open path."""
+    path = scope["path"]
+    return (path in OPEN_PATHS or path.startswith(OPEN_FOLDER)) and scope.get("method") in ("GET", "HEAD")
 
 
 def _key(headers: Headers) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
-_EXPOSED_HEADERS = ("x-request-id", "retry-after")
+_EXPOSED_HEADERS = ("x-request-id", "x-quire-ignored", "retry-after")
 _RATE_LIMIT_HEADERS = tuple(
     f"x-ratelimit-{what}-{of}" for what in ("limit", "remaining", "reset") for of in ("requests", "tokens")
 )

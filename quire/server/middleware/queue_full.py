@@ -20,6 +20,7 @@ QUEUED_PATHS = frozenset(
     {
         "/v1/chat/completions/batch",
         *("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings", "/v1/messages", "/generate"),
+        *("/", "/generate_stream", "/completion"),
         *("/api/chat", "/api/generate", "/api/embed", "/api/embeddings"),
         *("/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank", "/classify", "/v1/classify"),
     }

@@ -132,6 +132,7 @@ def line_of(record: RequestRecord, *, with_content: bool) -> dict[str, object]:
         "route": record.route,
         "status": record.status,
         "error": record.error,
+        "ignored": record.ignored,
         "complete": record.complete,
         "bytes": record.num_bytes,
         "seconds": round(record.seconds, 6),

@@ -392,6 +392,13 @@ class Metrics:
         self._unknown_fields = self._counter(
             "unknown_fields", "Unknown fields that were accepted: of bodies, and of messages.", "place", _PLACES
         )
+        self._ignored = Counter(
+            "ignored_fields",
+            "Fields of other servers, and tools that a server would have to run, that were accepted without effect.",
+            (*LABELS, "field"),
+            registry=self._registry,
+        )
+        self._ignored.labels(*self._label_values, "tools")  # so that it is there from the start
         self._lost_log_lines = Counter(
             "access_log_lines_lost", "Lines of the access log that were not written.", LABELS, registry=self._registry
         ).labels(*self._label_values)
@@ -456,6 +463,10 @@ class Metrics:
     def count_unknown_fields(self, place: str, num_fields: int) -> None:
         """Count unknown fields that were accepted. place: one of _PLACES."""
         self._unknown_fields.labels(*self._label_values, place).inc(num_fields)
+
+    def count_ignored(self, field: str) -> None:
+        """Count a field that was accepted without effect: one of the table of known fields, or "tools"."""
+        self._ignored.labels(*self._label_values, field).inc()
 
     def count_lost_log_lines(self, num_lines: int) -> None:
         """Count lines that the access log could not write."""

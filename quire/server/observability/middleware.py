@@ -17,6 +17,7 @@ from quire.server.errors import response_to
 from quire.server.observability.access_log import AccessLog, check_path
 from quire.server.observability.metrics import Metrics
 from quire.server.observability.request_record import (
+    IGNORED_HEADER,
     REQUEST_ID_HEADER,
     RequestRecord,
     new_id,
@@ -77,7 +78,10 @@ def _record_message(message: Message, record: RequestRecord) -> None:
     if message["type"] == "http.response.start":
         record.status = message["status"]
         message.setdefault("headers", [])
-        MutableHeaders(scope=message)[REQUEST_ID_HEADER] = record.id
+        headers = MutableHeaders(scope=message)
+        headers[REQUEST_ID_HEADER] = record.id
+        if record.ignored:
+            headers[IGNORED_HEADER] = ", ".join(record.ignored)
     elif message["type"] == "http.response.body":
         body = message.get("body", b"")
         if body and record.first_byte is None:

@@ -5,8 +5,9 @@ Routes and middleware fill it in. Sinks read it after the response has ended.
 
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import NamedTuple
 from uuid import uuid4
 
@@ -57,6 +58,7 @@ class RequestRecord:
     ended: float = 0.0
     complete: bool = False  # whether the whole response was sent
     error: str | None = None  # the code of the error object, or its type
+    ignored: list[str] = field(default_factory=list)  # names of fields and tools that were accepted without effect
     operation: str = ""  # OpenTelemetry's name of the operation; empty for routes that run no model
     get_stats: Callable[[bool], RequestStats] | None = field(default=None, repr=False)
 
@@ -110,6 +112,12 @@ def store_model(request: Request, name: str) -> None:
     record_of(request).model = name
 
 
+def store_ignored(request: Request, names: Iterable[str]) -> None:
+    """Add names of fields and tools without effect to the record of a request."""
+    record = record_of(request)
+    record.ignored = list(islice(dict.fromkeys((*record.ignored, *names)), MOST_IGNORED))
+
+
 def record_of(request: Request) -> RequestRecord:
     """The record of a request. The middleware has stored it."""
     record = find_record(request.scope)
@@ -118,6 +126,8 @@ def record_of(request: Request) -> RequestRecord:
 
 
 REQUEST_ID_HEADER = "x-request-id"
+IGNORED_HEADER = "x-quire-ignored"
+MOST_IGNORED = 32  # names
 MAX_CLIENT_ID_LENGTH = 128  # characters
 MAX_CLIENT_IDS = 16384
 _CLIENT_ID = re.compile(

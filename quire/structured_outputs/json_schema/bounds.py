@@ -10,9 +10,10 @@ from math import lcm, prod
 
 from quire.errors import RequestError
 
-MAX_NODES = 2560  # schemas, and values within constants
+MAX_NODES = 20_000  # schemas, and values within constants
+MAX_OPTIONAL = 1000  # properties of one object that are not required: a mask has all that may follow
 MAX_TOTAL_NESTING = 512  # levels, summed over the root and all definitions
-MAX_EXPANDED_NODES = 8192  # nodes of a schema after references with other keywords beside them are expanded
+MAX_EXPANDED_NODES = 20_000  # nodes of a schema after references with other keywords beside them are expanded
 MAX_PRODUCT = 6000  # combinations of alternatives in one place, times the nodes of the schema there
 MAX_MULTIPLE = 10_000  # common multiple of all multipleOf, in units of the last decimal
 
@@ -38,6 +39,7 @@ def check_bounds(root: bool | dict[str, object], param: str) -> None:  # noqa: F
     _check_finite(root, definitions, param)
     combinations = _Combinations(definitions, sizes, param)
     for schema in schemas:
+        _check_optional(schema, param)
         combinations.check(schema)
 
 
@@ -78,6 +80,18 @@ class _Combinations:
                 raise schema_error(getattr(schema, "at", "#"), f"{why} are too many; use fewer at once", self._param)
             self._known[id(schema)] = prod(factors)
         return self._known[id(schema)]
+
+
+def _check_optional(schema: object, param: str) -> None:
+    """Raises RequestError for an object with too many properties that are not required."""
+    if not isinstance(schema, dict):
+        return
+    number = len(schema.get("properties", {}).keys() - set(schema.get("required", ())))
+    if number > MAX_OPTIONAL:
+        why = f"{number:,} properties are not required, more than {MAX_OPTIONAL:,} of one object; require some"
+        raise schema_error(getattr(schema, "at", "#"), why, param)
+    for _, child in children(schema):
+        _check_optional(child, param)
 
 
 def children(schema: Mapping[str, object]) -> Iterator[tuple[str, object]]:

@@ -130,7 +130,7 @@ class _Reader:
         if not isinstance(argument, dict):
             raise self._error(at, f"{key} is an object of schemas")
         if len(argument) > MAX_PROPERTIES:
-            raise self._error(at, f"more than {MAX_PROPERTIES} properties")
+            raise self._error(at, f"more than {MAX_PROPERTIES:,} properties")
         for name in argument:
             place = f"{at}/{escaped(name)}"
             if key == "patternProperties":

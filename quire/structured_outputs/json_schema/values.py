@@ -122,7 +122,7 @@ _UNENFORCED_FORMATS = frozenset(
 )
 
 
-MAX_PROPERTIES = 512  # of one object
+MAX_PROPERTIES = 5000  # of one object
 _MAX_WHOLE = 2**53  # larger integers are not exact as floats
 _MIN_FRACTION = 1e-9
 _MAX_AMOUNT = 2**31 - 1
@@ -277,7 +277,7 @@ class Values:
         if not isinstance(argument, list) or not all(isinstance(name, str) for name in argument):
             raise self.error(at, "required is a list of names")
         if len(argument) > MAX_PROPERTIES:
-            raise self.error(at, f"more than {MAX_PROPERTIES} names")
+            raise self.error(at, f"more than {MAX_PROPERTIES:,} names")
         for name in argument:
             self.check_text(name, at)
         out[key] = list(dict.fromkeys(argument))

@@ -315,11 +315,20 @@ def test_a_result_that_is_an_error_says_so_to_the_model():
     ) == ["Error: no file", "no file", "ERROR 5", [{"type": "text", "text": "Error: no"}, parts[1]], "Error"]
 
 
-def test_tools_that_anthropic_runs_can_be_left_out():
-    with run_app(make_app(service_of(small_engine(), unknown_fields="ignore"))) as url:
-        tools = [{"type": "web_search_20250305", "name": "web_search"}, OFFERED[0]]
-        answer = httpx.post(f"{url}/v1/messages", json=asked(question("get_price"), tools=tools), timeout=60)
+def test_tools_that_anthropic_runs_are_left_out(http):
+    tools = [{"type": "web_search_20250305", "name": "web_search"}, OFFERED[0]]
+    answer = http.post("/v1/messages", json=asked(question("get_price"), tools=tools))
     assert [block["name"] for block in answer.json()["content"]] == ["get_price"]
+    assert answer.headers["x-quire-ignored"] == "tools.web_search_20250305"
+    alone = http.post("/v1/messages", json=asked(tools=tools[:1]))
+    assert alone.is_success
+
+
+def test_the_names_that_claude_code_has_built_in_stand_for_the_model(http):
+    answer = http.post("/v1/messages", json=asked(model="claude-opus-4-8[1m]"))
+    assert answer.json()["model"] == MODEL
+    assert answer.headers["x-quire-ignored"] == "model"
+    assert http.post("/v1/messages", json=asked(model="gpt-5")).status_code == 404
 
 
 def block(**fields):
@@ -344,8 +353,11 @@ def block(**fields):
             *("messages", "needs a last message with content"),
         ),
         (
-            {"tools": [{"type": "web_search_20250305", "name": "web_search", "max_uses": 5}]},
-            "tools",
+            {
+                "tools": [{"type": "web_search_20250305", "name": "web_search", "max_uses": 5}],
+                "tool_choice": {"type": "tool", "name": "web_search"},
+            },
+            "tool_choice",
             "web_search_20250305",
         ),
         ({"tools": [{"name": "a"}]}, "tools", "input_schema"),

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from quire.server.api.anthropic import schema as anthropic
+from quire.server.api.llama_cpp.routes import LlamaCppBody, TemplateRequestBody
 from quire.server.api.native.programs import EndProgramBody
 from quire.server.api.native.tokenize import DetokenizeBody, TokenizeBody
 from quire.server.api.ollama import schema as ollama
@@ -27,6 +28,7 @@ from quire.server.api.openai.schema import (
     StreamOptions,
 )
 from quire.server.api.sglang.schema import GenerateBody, GenerateParams
+from quire.server.api.tgi.schema import Grammar, TgiBody, TgiParameters
 from quire.server.api.vllm.adapters import LoadAdapterBody, UnloadAdapterBody
 from quire.server.api.vllm.classify import ClassifyBody
 from quire.server.api.vllm.score import DocumentBody, RerankBody, ScoreBody
@@ -37,7 +39,7 @@ SECTIONS = {part.split("\n", 1)[0]: part for part in PAGE.split("\n## ")}
 ANTHROPIC = ("MessagesBody", "CountTokensBody", "ContentBlock", "AnthropicMessage", "ToolBody", "ToolChoiceBody")
 ANTHROPIC += ("ThinkingBody", "OutputConfig", "OutputFormatBody", "ContextManagement", "CacheControl")
 OLLAMA = ("OllamaChatBody", "OllamaGenerateBody", "OllamaOptions", "OllamaMessage", "OllamaEmbedBody")
-OLLAMA += ("OllamaEmbeddingsBody", "ShowBody")
+OLLAMA += ("OllamaEmbeddingsBody", "ShowBody", "PullBody")
 COMMON = "`/v1/completions` and `/v1/chat/completions`"
 BODIES = {
     SamplingBody: [COMMON],
@@ -64,6 +66,9 @@ BODIES = {
     DetokenizeBody: ["`/tokenize` and `/detokenize`"],
     GenerateBody: ["`/generate`"],
     GenerateParams: ["`/generate`"],
+    **{body: ["TGI's routes"] for body in (TgiBody, TgiParameters, Grammar)},
+    LlamaCppBody: [COMMON, "`/v1/completions`", "llama.cpp's routes"],
+    TemplateRequestBody: ["`/v1/chat/completions`", "llama.cpp's routes"],
     RetentionBody: [COMMON],
     ProgramBody: [COMMON],
     EndProgramBody: ["`/v1/programs/end`"],

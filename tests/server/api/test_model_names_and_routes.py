@@ -1,5 +1,6 @@
 """Several served names, and what a 404 of a route of another server says."""
 
+import json
 import re
 
 import httpx
@@ -47,7 +48,26 @@ def test_another_name_is_refused_with_all_that_are_served(named):
         answer = named.post("/v1/completions", json={"prompt": "a", "model": name})
         assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
         assert "'claude-small' and 'gpt-small:4b'" in answer.json()["error"]["message"]
-    assert named.post("/v1/completions", json={"prompt": "a", "model": "claude-small:latest"}).status_code == 404
+    for name in ("claude-small:latest", "tgi", "dummy"):
+        assert named.post("/v1/completions", json={"prompt": "a", "max_tokens": 1, "model": name}).is_success
+
+
+def test_patterns_stand_for_the_model():
+    names = ["claude-*", "small", "gpt-*-mini"]
+    with run_app(make_app(service_of(small_engine(), model_names=names))) as url, httpx.Client(base_url=url) as client:
+        assert [one["id"] for one in client.get("/v1/models").json()["data"]] == ["small"]
+        for name in ("claude-x", "gpt-5-mini", "small", "small:latest"):
+            answer = client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1, "model": name})
+            assert answer.json()["model"] == "small"
+        error = client.post("/v1/completions", json={"prompt": "a", "model": "gpt-5"}).json()["error"]
+        assert "this server has 'small' and 'claude-*' and 'gpt-*-mini'" in error["message"]
+
+
+@pytest.mark.parametrize("stream", [None, False])
+def test_the_served_model_can_be_pulled_as_from_ollama(http, stream):
+    answer = http.post("/api/pull", json={"model": "quire-demo:latest", "stream": stream})
+    statuses = [json.loads(line)["status"] for line in answer.text.splitlines()]
+    assert statuses == (["success"] if stream is False else ["pulling manifest", "success"])
 
 
 def test_names_are_checked():
@@ -68,9 +88,9 @@ def test_names_are_checked():
         ("/chat/completions", "use /v1/chat/completions"),
         ("/models/", "use /v1/models"),
         ("/abort_request", "close the connection"),
-        ("/completion", "/v1/completions"),
         ("/infill", "not supported"),
-        ("/props", "/get_server_info"),
+        ("/v1/v1/chat/completions", "leave one of them out"),
+        ("/openai/deployments/a/chat/completions", "OpenAI's client"),
         ("/nothing/here", "/openapi.json"),
         ("/" + "a/" * 5000, "/openapi.json"),
     ],

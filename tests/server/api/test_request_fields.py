@@ -177,7 +177,7 @@ FOR_CHAT = {
 FOR_COMPLETIONS = {"suffix": "", "echo": False}
 REFUSED_IN_CHAT = {
     **{"functions": [{"name": "f"}], "function_call": {"name": "f"}, "audio": {"voice": "x"}},
-    **{"modalities": ["text", "audio"], "web_search_options": {}, "verbosity": "low"},
+    **{"modalities": ["text", "audio"]},
     **{"moderation": {"model": "m"}},
 }
 
@@ -205,11 +205,10 @@ def test_llama_cpp_s_names_mean_the_same(http, path):
         choices = [http.post(path, json={**body, **fields}).json()["choices"] for fields in (theirs, ours)]
         assert choices[0] == choices[1]
     for fields, param, message in (
-        ({"n_predict": 3, "max_tokens": 3}, "n_predict", "another name for max_tokens"),
+        ({"n_predict": 3, "max_tokens": 4}, "n_predict", "n_predict and max_tokens say the same"),
         ({"repeat_penalty": 0}, "repeat_penalty", "repeat_penalty must be above 0"),
         ({"n_predict": -3}, "n_predict", "n_predict must be between"),
         ({"mirostat": 2}, "mirostat", "not supported yet"),
-        ({"cache_prompt": False}, "cache_prompt", "not supported yet"),
         ({"repeat_penalty": 2, "use_beam_search": True}, "repeat_penalty", "cannot be combined"),
     ):
         error = http.post(path, json={**body, **fields}).json()["error"]

@@ -6,10 +6,9 @@ from random import Random
 from types import SimpleNamespace
 from typing import Literal
 
-import httpx
 import openai
 import pytest
-from embedded_model_server import CHAT, MODEL, run_app, service_of, small_engine
+from embedded_model_server import CHAT, MODEL
 from pydantic import BaseModel
 from waiting import wait_until
 
@@ -20,7 +19,6 @@ from quire.server.api.conversation import MessageDelta
 from quire.server.api.openai import stored_responses
 from quire.server.api.openai.responses_generation import Generation
 from quire.server.api.openai.responses_output import ResponseWriter
-from quire.server.app import make_app
 from quire.server.sse import TimeLimit
 from quire.server.store import Store
 from tools.demo_model.tool_use import TOOLS
@@ -120,23 +118,57 @@ def test_an_agent_calls_a_tool_and_answers_with_its_result(client, name):
     assert len({one.usage.input_tokens for one in (stored, stateless, by_reference)}) == 1
 
 
-def test_a_client_as_codex_sends_all_its_fields():
+def test_a_client_as_codex_sends_all_its_fields(http):
     body = {
         **{"model": MODEL, "instructions": "You are Pip.", "stream": True, "store": False, "tool_choice": "auto"},
         **{"parallel_tool_calls": False, "prompt_cache_key": "x", "client_metadata": {"a": "b"}, "temperature": 0},
         **{"reasoning": {"effort": "none", "summary": "auto"}, "include": ["reasoning.encrypted_content"]},
         **{"text": {"verbosity": "low"}, "max_output_tokens": 8},
-        "tools": [tool("get_price", strict=False), {"type": "web_search", "external_web_access": False}],
+        "tools": [
+            tool("get_price", strict=False),
+            {"type": "namespace", "name": "multi_agent_v1", "tools": [tool("get_stock")]},
+            {"type": "custom", "name": "apply_patch", "format": {"type": "grammar", "syntax": "lark"}},
+            {"type": "web_search", "external_web_access": False},
+        ],
         "input": [
             {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Be short."}]},
             {"type": "message", "role": "user", "content": [{"type": "input_text", "text": HELLO}]},
         ],
     }
-    with run_app(make_app(service_of(small_engine(), unknown_fields="ignore"))) as url:
-        answer = httpx.post(f"{url}/v1/responses", json=body)
-        events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: ")]
+    answer = http.post("/v1/responses", json=body)
+    assert answer.headers["x-quire-ignored"] == "prompt_cache_key, client_metadata, tools.web_search"
+    events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: ")]
     assert events[-1]["type"] in ("response.completed", "response.incomplete")
     assert events[-1]["response"]["output"]
+
+
+@pytest.mark.parametrize("kind", ["namespace", "custom"])
+def test_the_tools_of_codex_are_called_and_answered_in_two_turns(http, kind):
+    """The input of a custom tool is text, and a function in a namespace is named with it."""
+    inner = tool("get_price")
+    one = {"type": "custom", "name": "write"} if kind == "custom" else {"type": kind, "name": "shop", "tools": [inner]}
+    name = one["name"] if kind == "custom" else inner["name"]
+    choice = (
+        {"type": "custom", "name": name}
+        if kind == "custom"
+        else {"type": "function", "name": name, "namespace": "shop"}
+    )
+    body = {"model": MODEL, "input": HELLO, "tools": [one], "tool_choice": choice, "max_output_tokens": 300}
+    first = http.post("/v1/responses", json=body).json()
+    (call,) = [item for item in first["output"] if item["type"].endswith("call")]
+    assert (call["name"], call["status"]) == (name, "completed")
+    if kind == "custom":
+        assert isinstance(call["input"], str)
+    else:
+        assert call["namespace"] == "shop"
+        assert isinstance(json.loads(call["arguments"]), dict)
+    result = {"type": f"{call['type']}_output", "call_id": call["call_id"], "output": "5"}
+    for again in (
+        {"input": [result], "previous_response_id": first["id"]},
+        {"input": [{"role": "user", "content": HELLO}, *first["output"], result]},
+    ):
+        second = http.post("/v1/responses", json={**body, **again, "tool_choice": "auto", "max_output_tokens": 4})
+        assert second.is_success, second.text
 
 
 @pytest.mark.parametrize(
@@ -409,7 +441,7 @@ def test_stored_responses_are_bounded(client, http, monkeypatch):
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
         ({"tools": [tool("get_price")], "tool_choice": {"type": "function", "name": "get_prise"}}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [{"type": "function", "function": 5}]}, "tools"),
@@ -502,7 +534,7 @@ class DeadEndReader:
 def test_an_error_within_a_stream_is_its_last_event(reader, code, message):
     async def main():
         fields = {"id": f"resp_{'0' * 32}", "status": "in_progress", "error": None}
-        writer = ResponseWriter(fields, 0, None, with_summary=False, with_encoded=False, logprobs=None)
+        writer = ResponseWriter(fields, 0, None, {}, with_summary=False, with_encoded=False, logprobs=None)
         generation = Generation(
             *("ann", writer, (reader, None), TimeLimit(None)),
             **{"object": None, "pool": None, "with_padding": False, "with_cache": True},

@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 
 from quire.chat.parts import CallArguments, CallBegin, CallEnd, Content, Reasoning
 from quire.server.api.openai.responses_output import ResponseWriter, item_id, response_of
+from quire.server.api.openai.responses_tools import ToolOrigin
 
+ORIGINS = {"a.run": ToolOrigin("run", "a"), "patch": ToolOrigin("patch", None, is_custom=True)}
 ID = "resp_" + "0" * 32
 
 
@@ -17,6 +19,7 @@ def writer(status="in_progress", *, with_summary=False, with_encoded=False):
         {"id": ID, "status": status, "output": []},
         2,
         lambda index, name: f"call_{index}_{name}",
+        ORIGINS,
         with_summary=with_summary,
         with_encoded=with_encoded,
         logprobs=None,
@@ -39,6 +42,7 @@ TEXTS = {  # by the begin of an event's type: fields of the item and of the even
     "reasoning_text": ("content", "content_index", "text"),
     "reasoning_summary_text": ("summary", "summary_index", "text"),
     "function_call_arguments": (None, None, "arguments"),
+    "custom_tool_call_input": (None, None, "input"),
 }
 PARTS_OF = {"content_part": ("content", "content_index"), "reasoning_summary_part": ("summary", "summary_index")}
 
@@ -220,3 +224,36 @@ def test_ids_of_items_name_their_response():
         assert response_of(item_id(kind, ID, 12345)) == ID
     assert response_of("msg_1") != ID
     assert response_of("") == "resp_"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "ends", "text"),
+    [
+        (['{"inp', 'ut": "a\\nb', '"}'], True, "a\nb"),
+        (['{"input": "a\\n'], False, "a\n"),
+        (['{"input": "a\\'], False, "a"),
+        (['{"input": "a\\\\'], False, "a\\"),
+        (['{"input": "a\\u00'], False, "a"),
+        (['{"input": "\\ud83d'], False, "?"),
+        (['{"input": "\\ud800"}'], True, "?"),
+        (["[" * 200_000], False, "[" * 200_000),
+        (['{"inp'], False, '{"inp'),
+    ],
+)
+def test_the_call_of_a_custom_tool_has_its_input_as_text(arguments, ends, text):
+    parts = [CallBegin(0, "patch"), *(CallArguments(0, piece) for piece in arguments), *([CallEnd(0)] if ends else [])]
+    events, response = written([[part] for part in parts])
+    (call,) = response["output"]
+    assert (call["type"], call["name"], call["input"]) == ("custom_tool_call", "patch", text)
+    assert call["status"] == ("completed" if ends else "incomplete")
+    assert call["id"].startswith("ctc_")
+    output = []
+    for event in events[2:-1]:
+        apply(event, output)
+    assert output == response["output"]
+
+
+def test_the_call_of_a_function_in_a_namespace_names_both():
+    _, response = written([[CallBegin(0, "a.run"), CallArguments(0, "{}"), CallEnd(0)]])
+    (call,) = response["output"]
+    assert (call["type"], call["name"], call["namespace"]) == ("function_call", "run", "a")

@@ -9,10 +9,11 @@ from quire.errors import RequestError
 from quire.server.api.openai.responses_schema import (
     ResponseBody,
     chat_messages,
-    chat_tool_choice,
-    chat_tools,
     encode_reasoning,
 )
+from quire.server.api.openai.responses_tools import ToolOrigin, read_tools
+
+NO_TOOLS = read_tools([])
 
 
 def item(type="message", **fields):
@@ -90,7 +91,7 @@ THOUGHT = item("reasoning", summary=[], content=[{"type": "reasoning_text", "tex
     ],
 )
 def test_items_become_messages(items, instructions, messages):
-    assert chat_messages(items, instructions) == messages
+    assert chat_messages(items, instructions, NO_TOOLS) == messages
 
 
 @pytest.mark.parametrize(
@@ -104,7 +105,7 @@ def test_items_become_messages(items, instructions, messages):
     ],
 )
 def test_reasoning_comes_back_from_where_it_is(fields, text):
-    (message,) = chat_messages([item("reasoning", **fields), said("assistant", "x")], None)
+    (message,) = chat_messages([item("reasoning", **fields), said("assistant", "x")], None, NO_TOOLS)
     assert message["reasoning_content"] == text
 
 
@@ -115,8 +116,8 @@ def test_reasoning_comes_back_from_where_it_is(fields, text):
         (item(role="user"), "needs content"),
         (item(content="x"), "needs role"),
         (item("function_call", name="x", arguments="{}"), "needs call_id"),
-        (item("function_call_output", call_id="c1", output="x"), "no function_call with the call_id 'c1'"),
-        (item("function_call_output", call_id="c1"), "needs output|no function_call"),
+        (item("function_call_output", call_id="c1", output="x"), "no call with the call_id 'c1'"),
+        (item("function_call_output", call_id="c1"), "needs output|no call"),
         (item(role="user", content=[{"type": "input_image", "image_url": "x"}]), "'input_image' is not supported"),
         (item(role="user", content=[{"type": "input_text"}]), "needs its text"),
         (item("reasoning", encrypted_content="quire:%"), "encrypted_content is not as"),
@@ -124,15 +125,90 @@ def test_reasoning_comes_back_from_where_it_is(fields, text):
 )
 def test_an_item_that_cannot_be_used_is_named_by_its_place(bad, says):
     with pytest.raises(RequestError, match=rf"input\.1: .*({says})") as caught:
-        chat_messages([said("user", "Hi"), bad], None)
+        chat_messages([said("user", "Hi"), bad], None, NO_TOOLS)
     assert caught.value.param == "input"
 
 
-def test_a_custom_tool_is_refused_with_what_to_use():
-    custom = {"type": "custom", "name": "apply_patch", "format": {"type": "grammar", "syntax": "lark"}}
-    with pytest.raises(RequestError, match=r"tools\.0: custom tools are not .* a function with one string parameter"):
-        chat_tools([custom], skip_others=False)
-    assert chat_tools([custom], skip_others=True) == []
+def custom(name, **fields):
+    return {"type": "custom", "name": name, **fields}
+
+
+def function(name, **fields):
+    return {"type": "function", "name": name, "parameters": {}, **fields}
+
+
+def test_a_custom_tool_is_a_function_of_one_text():
+    grammar = {"type": "grammar", "syntax": "lark", "definition": 'start: "a"'}
+    tools = read_tools([custom("apply_patch", description="Patch files.", format=grammar), custom("shell")])
+    first, second = (one["function"] for one in tools.functions)
+    assert first["name"] == "apply_patch"
+    assert first["description"] == 'Patch files.\n\nThe input follows this grammar (lark):\nstart: "a"'
+    assert first["parameters"]["properties"] == {"input": {"type": "string"}}
+    assert "description" not in second
+    assert tools.origins["shell"] == ToolOrigin("shell", None, is_custom=True)
+    calls = [
+        item("custom_tool_call", call_id="c1", name="shell", input='ls "é"\n'),
+        item("custom_tool_call_output", call_id="c1", output="b"),
+    ]
+    called, result = chat_messages(calls, None, tools)
+    assert called["tool_calls"][0]["function"]["arguments"] == '{"input": "ls \\"é\\"\\n"}'
+    assert (result["role"], result["content"]) == ("tool", "b")
+
+
+def test_functions_of_a_namespace_are_offered_by_names_that_are_unique():
+    spaces = [
+        {"type": "namespace", "name": space, "tools": [function("run"), function(f"only_{space}")]} for space in "ab"
+    ]
+    tools = read_tools([function("stop"), *spaces])
+    names = [one["function"]["name"] for one in tools.functions]
+    assert names == ["stop", "a.run", "only_a", "b.run", "only_b"]
+    assert tools.origins["b.run"] == ToolOrigin("run", "b")
+    assert tools.choice({"type": "function", "name": "run", "namespace": "b"})["function"] == {"name": "b.run"}
+    (message,) = chat_messages(
+        [item("function_call", call_id="c1", name="run", namespace="a", arguments="{}")], None, tools
+    )
+    assert message["tool_calls"][0]["function"]["name"] == "a.run"
+
+
+def test_tools_that_a_server_would_run_are_left_out_unless_one_is_required():
+    search = {"type": "web_search"}
+    tools = read_tools([search, function("f"), {"type": "image_generation"}, search])
+    assert [one["function"]["name"] for one in tools.functions] == ["f"]
+    assert list(tools.left_out) == ["web_search", "image_generation"]
+    for choice in ("auto", "required", None, "none"):
+        assert tools.choice(choice) == choice
+    both = {"type": "allowed_tools", "mode": "auto", "tools": [search, {"type": "function", "name": "f"}]}
+    assert len(tools.choice(both)["allowed_tools"]["tools"]) == 1
+    assert tools.choice({**both, "tools": [search]}) == "none"
+    for choice in ({"type": "web_search"}, {**both, "mode": "required", "tools": [search]}):
+        with pytest.raises(RequestError, match="requires a tool of type web_search or image_generation, which"):
+            tools.choice(choice)
+    with pytest.raises(RequestError, match="requires a tool of type web_search"):
+        read_tools([search]).choice("required")
+
+
+@pytest.mark.parametrize(
+    ("tool", "says"),
+    [
+        ({"type": "namespace", "tools": []}, "tools.0: a namespace needs a name and a list of tools"),
+        ({"type": "namespace", "name": "a", "tools": [{"type": "mcp"}]}, "tools.0.tools.0: a namespace has tools of"),
+        (custom("a", description=5), "tools.0.description must be text"),
+        ({"type": "custom"}, "tools.0: a tool of type custom needs a name"),
+        (
+            {"type": "namespace", "name": "a", "tools": [{"type": "function"}]},
+            "tools.0.tools.0: a tool of type function",
+        ),
+        ({"type": "fucntion", "name": "a"}, "tools.0: the type of a tool is one of .*did you mean 'function'"),
+        ({"name": "a"}, "tools.0: the type of a tool is one of function, custom, namespace, not None"),
+        (
+            {"type": "namespace", "name": "a", "tools": [function(f"f{i}") for i in range(600)]},
+            "at most 512 tools, those in",
+        ),
+    ],
+)
+def test_a_wrong_tool_is_named_by_its_place(tool, says):
+    with pytest.raises(RequestError, match=says):
+        read_tools([tool])
 
 
 def test_tools_and_choices_have_the_form_of_chat():
@@ -145,20 +221,18 @@ def test_tools_and_choices_have_the_form_of_chat():
         "defer_loading": False,
     }
     nested = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {}, "strict": True}}
-    assert chat_tools([flat, nested], skip_others=False) == [nested, nested]
-    assert chat_tools([flat, {"type": "web_search"}], skip_others=True) == [nested]
-    with pytest.raises(RequestError, match=r"tools\.1: tools of type 'web_search' are not run by this server"):
-        chat_tools([flat, {"type": "web_search"}], skip_others=False)
+    tools = read_tools([flat, nested])
+    assert tools.functions == [nested, nested]
     named = {"type": "function", "function": {"name": "f"}}
-    assert chat_tool_choice("auto") == "auto"
-    assert chat_tool_choice(None) is None
-    assert chat_tool_choice({"type": "function", "name": "f"}) == named
+    assert tools.choice("auto") == "auto"
+    assert tools.choice(None) is None
+    assert tools.choice({"type": "function", "name": "f"}) == named
     allowed = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "f"}]}
-    assert chat_tool_choice(allowed) == {
+    assert tools.choice(allowed) == {
         "type": "allowed_tools",
         "allowed_tools": {"mode": "required", "tools": [named]},
     }
-    assert chat_tool_choice({"type": "mcp"}) == {"type": "mcp"}
+    assert tools.choice({"type": "mcp"}) == {"type": "mcp"}
 
 
 def test_fields_become_sampling_parameters():

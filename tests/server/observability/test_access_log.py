@@ -19,7 +19,19 @@ from quire.server.options import ServerOptions
 
 SECRET = "Osterhase"
 FIELDS = {
-    *("time", "request_id", "answer_id", "tenant", "client", "method", "route", "status", "error", "complete"),
+    *(
+        "time",
+        "request_id",
+        "answer_id",
+        "tenant",
+        "client",
+        "method",
+        "route",
+        "status",
+        "error",
+        "ignored",
+        "complete",
+    ),
     *("bytes", "seconds", "first_byte_seconds", "model", "prompt_tokens", "completion_tokens", "cached_tokens"),
     "finish_reasons",
 }

@@ -69,6 +69,7 @@ LIKE_VLLM = {
 }
 OUR_OWN = {
     "unknown_fields": ("counter", {"place"}),
+    "ignored_fields": ("counter", {"field"}),
     **dict.fromkeys(("kv_blocks_cached", "cpu_cache_usage_perc", "last_step_seconds"), ("gauge", set())),
     **dict.fromkeys(("kv_blocks_evicted", "kv_tokens_copied", "kv_blocks_swapped_out"), ("counter", set())),
     **dict.fromkeys(("kv_blocks_swapped_in", "admissions_slowed", "iterations"), ("counter", set())),

@@ -17,12 +17,14 @@ from quire.server.api.anthropic.translation import (
     chat_messages,
     chat_tool_choice,
     chat_tools,
+    left_out,
     num_unknown_fields,
     rendering_of,
 )
 from quire.server.api.conversation import ChatRequest, MessageDelta, MessageReader, start_conversation
 from quire.server.errors import renamed_fields
 from quire.server.middleware.auth import caller_of
+from quire.server.model_names import CLAUDE
 from quire.server.reply import Reply, check_end, respond
 from quire.server.service import Service
 from quire.server.sse import NAMED_EVENTS, TimeLimit, named_event
@@ -50,7 +52,8 @@ def message_routes(service: Service) -> APIRouter:
     @router.post("/v1/messages/count_tokens", response_model=None)
     async def count_tokens(body: CountTokensBody, request: Request) -> Response:
         """Count the prompt's tokens of a conversation, without an answer."""
-        await service.served_model(request, body.model)
+        await service.served_model(request, body.model, builtin=(CLAUDE,))
+        service.ignore(request, "tools", left_out(body.tools))
         number = await service.thread_pool.run(caller_of(request).tenant, lambda: _num_tokens(service, body))
         return Response(msgspec.json.encode({"input_tokens": number}), media_type="application/json")
 
@@ -58,8 +61,8 @@ def message_routes(service: Service) -> APIRouter:
 
 
 def _num_tokens(service: Service, body: CountTokensBody) -> int:
-    tools, messages = chat_tools(body.tools, skip_others=service.ignores_unknown_fields), chat_messages(body)
-    toolbox(tools, chat_tool_choice(body.tool_choice))  # checks them
+    tools, messages = chat_tools(body.tools), chat_messages(body)
+    toolbox(tools, chat_tool_choice(body))  # checks them
     rendering = rendering_of(body, tools)
     with renamed_fields(_ENGINE_NAMES):
         rendering.check_size(messages, service)
@@ -67,23 +70,24 @@ def _num_tokens(service: Service, body: CountTokensBody) -> int:
 
 
 async def _start(service: Service, body: MessagesBody, request: Request, id: str) -> tuple["MessagesAnswer", Reply]:
-    model = await service.served_model(request, body.model)
+    model = await service.served_model(request, body.model, builtin=(CLAUDE,))
     with renamed_fields(_ENGINE_NAMES):
         chat = await service.prepare(request, lambda: _chat_request(service, body, model, request))
+        service.ignore(request, "tools", left_out(body.tools))
         service.metrics.count_unknown_fields("messages", num_unknown_fields(body))
         reader, reply = await start_conversation(service, request, id, chat)
         return MessagesAnswer(id, model.name, body, reader), reply
 
 
 def _chat_request(service: Service, body: MessagesBody, model: ServedModel, request: Request) -> ChatRequest:
-    tools, choice = chat_tools(body.tools, skip_others=service.ignores_unknown_fields), body.tool_choice
+    tools, choice = chat_tools(body.tools), body.tool_choice
     is_parallel = None if choice is None else not choice.disable_parallel_tool_use
     return ChatRequest(
         model=model,
         messages=chat_messages(body),
         params=_sampling_params(service, body),
         rendering=rendering_of(body, tools),
-        toolbox=toolbox(tools, chat_tool_choice(choice), is_parallel),
+        toolbox=toolbox(tools, chat_tool_choice(body), is_parallel),
         thinking_budget=_thinking_budget(service, body),
         namespace=caller_of(request).namespace(body.cache_salt),
         scheduling_params=_scheduling_params(service, body),

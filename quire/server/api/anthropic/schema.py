@@ -135,15 +135,6 @@ class ConversationBody(RequestBody):
     container: Any = unsupported_field()
     thread: Any = unsupported_field()
     speed: Any = unsupported_field("standard")
-    metadata: Any = ignored_field()
-    service_tier: Any = ignored_field()
-    inference_geo: Any = ignored_field()
-    user_profile_id: Any = ignored_field()
-    workspace_id: Any = ignored_field()
-    diagnostics: Any = ignored_field()
-    anthropic_version: Any = ignored_field()
-    anthropic_beta: Any = ignored_field()
-    betas: Any = ignored_field()
 
     @property
     def constraint(self) -> StructuredOutputsParams | None:

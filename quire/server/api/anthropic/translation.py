@@ -10,7 +10,6 @@ from quire.server.api.anthropic.schema import (
     ConversationBody,
     TextBlock,
     ToolBody,
-    ToolChoiceBody,
 )
 from quire.server.api.conversation import RENDERING_FIELDS, Rendering, reasoning_variables
 from quire.tokenizer.chat_template import REASONING_SWITCHES
@@ -37,23 +36,41 @@ def chat_messages(body: ConversationBody) -> list[dict[str, object]]:
     return messages
 
 
-def chat_tools(tools: Sequence[ToolBody] | None, *, skip_others: bool) -> list[dict[str, object]] | None:
-    """The tools with OpenAI's names.
+def chat_tools(tools: Sequence[ToolBody] | None) -> list[dict[str, object]] | None:
+    """The tools with OpenAI's names, without those that Anthropic defines or runs."""
+    return None if tools is None else [_tool(tool) for tool in tools if tool.type in _OWN_TYPES]
 
-    skip_others: leave out tools that Anthropic defines or runs. Raises RequestError for them otherwise.
+
+def left_out(tools: Sequence[ToolBody] | None) -> list[str]:
+    """The types of the tools that Anthropic defines or runs, which `chat_tools` leaves out.
+
+    Raises RequestError for OpenAI's form of a tool.
     """
-    return None if tools is None else [_tool(tool) for tool in tools if not skip_others or tool.type in _OWN_TYPES]
+    if any(tool.type == "function" for tool in tools or ()):
+        raise RequestError(
+            "a tool has an input_schema, and no type function as in OpenAI's API; leave the type out", "tools"
+        )
+    return list(dict.fromkeys(str(tool.type) for tool in tools or () if tool.type not in _OWN_TYPES))
 
 
-def chat_tool_choice(choice: ToolChoiceBody | None) -> object:
-    """OpenAI's `tool_choice`. Raises RequestError for the type tool without a name."""
+def chat_tool_choice(body: ConversationBody) -> object:
+    """OpenAI's `tool_choice`. Raises RequestError if it requires a tool that is left out or has no name."""
+    choice, others = body.tool_choice, [tool for tool in body.tools or () if tool.type not in _OWN_TYPES]
     if choice is None:
         return None
-    if choice.type != "tool":
-        return _CHOICES[choice.type]
-    if choice.name is None:
+    if choice.type == "tool" and choice.name is None:
         raise RequestError("tool_choice of type 'tool' needs the name of a tool", "tool_choice")
-    return {"type": "function", "function": {"name": choice.name}}
+    has_own = len(others) < len(body.tools or ())
+    for tool in others:
+        if (choice.type == "tool" and choice.name == tool.name) or (choice.type == "any" and not has_own):
+            raise RequestError(
+                f"tool_choice requires the tool {tool.name!r:.80} of type {tool.type!r:.80}, which this server does "
+                "not run; it has only tools with an input_schema, which the client runs",
+                "tool_choice",
+            )
+    if choice.type == "tool":
+        return {"type": "function", "function": {"name": choice.name}}
+    return _CHOICES[choice.type]
 
 
 def rendering_of(body: ConversationBody, tools: Sequence[Mapping[str, object]] | None) -> Rendering:

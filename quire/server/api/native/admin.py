@@ -25,6 +25,7 @@ def admin_routes(service: Service, metrics_prefix: str) -> APIRouter:
         """Metrics in Prometheus' text format."""
         return Response(service.metrics.export(metrics_prefix), headers={"content-type": CONTENT_TYPE_LATEST})
 
+    @router.get("/server_info", response_model=None)
     @router.get("/get_server_info", response_model=None)
     async def get_server_info() -> Response:
         """Return version, model, options, KV groups, cache figures, load and measured costs."""

@@ -30,7 +30,7 @@ def health_routes(service: Service, drain: Drain) -> APIRouter:
     @router.get("/v1/models", tags=["OpenAI"])
     async def models(request: Request) -> dict[str, object]:
         """List the names of the served model, and its adapters that were loaded or used."""
-        data = [_model(service, name) for name in service.model_names]
+        data = [_model(service, name) for name in service.names.exact]
         adapters = service.adapters.listed(caller_of(request))
         data += [_model(service, name, entry.adapter) for name, entry in adapters]
         return {"object": "list", "data": data}
@@ -45,6 +45,7 @@ def health_routes(service: Service, drain: Drain) -> APIRouter:
         """Return quire's version."""
         return {"version": __version__}
 
+    @router.get("/model_info", tags=["SGLang"])
     @router.get("/get_model_info", tags=["SGLang"])
     async def get_model_info() -> dict[str, object]:
         """Describe the served model with SGLang's fields. Paths are the served name."""

@@ -34,14 +34,7 @@ from quire.server.reply import Reply, check_end, respond
 from quire.server.service import Service
 from quire.server.sse import LINES, TimeLimit, line
 
-TAG = ":latest"  # that Ollama's clients add to the name of a model
 _NO_MARKUP = OutputFormat(ChatFormat(None, None, "a raw prompt"), None, None, begun=False, may_reason=False)
-
-
-async def served_model(service: Service, request: Request, name: str | None) -> ServedModel:
-    """As `Service.served_model`, for a name to which a client may have added the tag :latest."""
-    is_known = name is None or name in service.model_names or service.adapters.knows(name)
-    return await service.served_model(request, name if is_known else str(name).removesuffix(TAG))
 
 
 def timestamp() -> str:
@@ -56,7 +49,7 @@ def generation_routes(service: Service) -> APIRouter:
     @router.post("/api/chat", response_model=None)
     async def chat(body: OllamaChatBody, request: Request) -> Response:
         """Generate the next message of a conversation."""
-        model = await served_model(service, request, body.model)
+        model = await service.served_model(request, body.model)
         if not body.messages:
             return _loaded(service, model, body, _chat_fields)
         limit, id = TimeLimit(body.timeout), service.request_ids.make("chat", request)
@@ -67,7 +60,7 @@ def generation_routes(service: Service) -> APIRouter:
     @router.post("/api/generate", response_model=None)
     async def generate(body: OllamaGenerateBody, request: Request) -> Response:
         """Answer a prompt."""
-        model = await served_model(service, request, body.model)
+        model = await service.served_model(request, body.model)
         if not body.prompt:
             return _loaded(service, model, body, _generate_fields)
         limit, id = TimeLimit(body.timeout), service.request_ids.make("generate", request)

@@ -7,7 +7,6 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 
 from quire.engine.inputs import pooling_params
-from quire.server.api.ollama.chat import served_model
 from quire.server.api.ollama.schema import OllamaEmbedBody, OllamaEmbeddingsBody
 from quire.server.api.pooling import PoolingRequest, encoded_vector, json_response, num_values, on_thread, pool
 from quire.server.errors import renamed_fields
@@ -24,7 +23,7 @@ def embed_routes(service: Service) -> APIRouter:
     async def embed(body: OllamaEmbedBody, request: Request) -> Response:
         """Return the vectors of texts, of length 1."""
         began, embedder = time.monotonic(), service.embedder
-        model = await served_model(service, request, body.model)
+        model = await service.served_model(request, body.model)
         embedder.check_dimensions(body.dimensions)
         texts = embedder.texts([body.input] if isinstance(body.input, str) else body.input)
         params = pooling_params() if body.truncate is False else _FITTING
@@ -48,7 +47,7 @@ def embed_routes(service: Service) -> APIRouter:
     @router.post("/api/embeddings", response_model=None)
     async def embeddings(body: OllamaEmbeddingsBody, request: Request) -> Response:
         """Return the vector of a text, as the model computes it."""
-        model = await served_model(service, request, body.model)
+        model = await service.served_model(request, body.model)
         embedder = service.embedder
         asked = PoolingRequest(model, embedder.texts([body.prompt]), embedder.config.pooling, _FITTING)
         pooled = await pool(service, request, body, asked, "embd")

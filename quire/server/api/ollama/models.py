@@ -7,20 +7,23 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 
 from quire.server.adapters import ServedModel
-from quire.server.api.ollama.chat import TAG, served_model
-from quire.server.api.ollama.schema import ShowBody
+from quire.server.api.ollama.schema import PullBody, ShowBody
+from quire.server.errors import UnknownModel
 from quire.server.middleware.auth import caller_of
+from quire.server.model_names import TAG
+from quire.server.route_hints import ONE_MODEL
 from quire.server.service import Service
+from quire.server.sse import LINES, line
 from quire.tokenizer.chat_template import DEFAULT
 
-API_VERSION = "0.12.11"  # of Ollama, whose API these routes have: clients compare it with the one that they need
+API_VERSION = "0.13.5"  # of Ollama, whose API these routes have: clients compare it with the one that they need
 _NEVER = "2318-04-04T00:00:00Z"  # far in the future: the model stays loaded
 _PRECISIONS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _UNITS = ((10**9, "B"), (10**6, "M"), (10**3, "K"))
 
 
 def model_routes(service: Service) -> APIRouter:
-    """The routes /api/tags, /api/ps, /api/show and /api/version."""
+    """The routes /api/tags, /api/ps, /api/show, /api/pull and /api/version."""
     router = APIRouter(tags=["Ollama"])
     bodies = APIRouter(tags=["Ollama"], route_class=service.request_bodies.route_class())
 
@@ -45,8 +48,19 @@ def model_routes(service: Service) -> APIRouter:
     @bodies.post("/api/show", response_model=None)
     async def show(body: ShowBody, request: Request) -> Response:
         """Describe the served model, or an adapter."""
-        model = await served_model(service, request, body.model or body.name)
+        model = await service.served_model(request, body.model or body.name)
         return Response(msgspec.json.encode(_shown(service, model)), media_type="application/json")
+
+    @bodies.post("/api/pull", response_model=None)
+    async def pull(body: PullBody, request: Request) -> Response:
+        """Say that the served model is there. Clients pull a model before they use it; others are not fetched."""
+        try:
+            await service.served_model(request, body.model or body.name)
+        except UnknownModel as error:
+            raise UnknownModel(f"{error}; {ONE_MODEL}", "model") from None
+        statuses = ["success"] if body.stream is False else ["pulling manifest", "success"]
+        media = "application/json" if body.stream is False else LINES.media_type
+        return Response(b"".join(line({"status": status}) for status in statuses), media_type=media)
 
     router.include_router(bodies)
     return router
@@ -56,7 +70,7 @@ def _all(service: Service, request: Request) -> list[dict[str, object]]:
     """The entries of the served model and of the adapters that the caller may use."""
     facts = service.facts
     of_model = hashlib.sha256(facts.model_name.encode()).hexdigest()
-    models = [_listed(service, name, facts.weight_bytes, of_model) for name in service.model_names]
+    models = [_listed(service, name, facts.weight_bytes, of_model) for name in service.names.exact]
     for name, entry in service.adapters.listed(caller_of(request)):
         adapter = entry.adapter
         models.append(_listed(service, name, adapter.num_bytes, adapter.digest, service.model_name))

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
@@ -38,6 +38,8 @@ ENGINE_NAMES = MappingProxyType(  # the engine's names -> those of these routes,
 class OllamaOptions(Body):
     """`options` of a request. Those of Ollama's runner, such as num_gpu, have no effect."""
 
+    place: ClassVar[str | None] = "options"
+
     num_predict: int | None = optional_field("Tokens to generate at most; below 0: the rest of the context.")
     temperature: float | None = optional_field("0 is greedy.")
     top_k: int | None = optional_field("Sample from this many tokens; 0 or -1: from all.")
@@ -49,26 +51,6 @@ class OllamaOptions(Body):
     presence_penalty: float | None = optional_field("Lowers the logits of tokens that are in the output.")
     frequency_penalty: float | None = optional_field("Lowers the logits of tokens each time they are in the output.")
     stop: str | Listed[str] | None = optional_field("Strings that end the output; not part of it.")
-    typical_p: Any = unsupported_field(1)
-    tfs_z: Any = unsupported_field(1)
-    mirostat: Any = unsupported_field(0)
-    mirostat_tau: Any = ignored_field()
-    mirostat_eta: Any = ignored_field()
-    penalize_newline: Any = ignored_field()
-    num_ctx: Any = ignored_field()
-    num_keep: Any = ignored_field()
-    num_batch: Any = ignored_field()
-    num_gpu: Any = ignored_field()
-    main_gpu: Any = ignored_field()
-    num_thread: Any = ignored_field()
-    numa: Any = ignored_field()
-    low_vram: Any = ignored_field()
-    f16_kv: Any = ignored_field()
-    logits_all: Any = ignored_field()
-    vocab_only: Any = ignored_field()
-    use_mmap: Any = ignored_field()
-    use_mlock: Any = ignored_field()
-    embedding_only: Any = ignored_field()
 
     def sampling_fields(self) -> dict[str, object]:
         """Arguments of SamplingParams."""
@@ -86,7 +68,7 @@ class OllamaBody(SaltedBody):
     """Fields that all of these routes with a body share."""
 
     model: str | None = optional_field("The served model; /api/tags lists its names. The tag :latest may be added.")
-    keep_alive: Any = ignored_field()
+    keep_alive: Any = optional_field("0 without a prompt or messages: the answer says that the model is unloaded.")
 
 
 class GenerationBody(OllamaBody):
@@ -100,8 +82,6 @@ class GenerationBody(OllamaBody):
     )
     logprobs: bool | None = optional_field("Return the logprob of each token.")
     top_logprobs: int | None = optional_field("Return also those of this many most likely tokens.")
-    truncate: Any = ignored_field()
-    shift: Any = ignored_field()
 
     @property
     def variables(self) -> dict[str, object]:
@@ -175,14 +155,21 @@ class OllamaEmbedBody(OllamaBody):
     input: str | PerPrompt[str] = Field(description="A text, or several.")
     truncate: bool | None = optional_field("Keep the begin of a text that is too long; true by default.")
     dimensions: int | None = optional_field("Keep this many numbers of each vector, where the model's files allow it.")
-    options: Any = ignored_field()
 
 
 class OllamaEmbeddingsBody(OllamaBody):
     """POST /api/embeddings."""
 
     prompt: str = Field(description="A text.")
-    options: Any = ignored_field()
+
+
+class PullBody(RequestBody):
+    """POST /api/pull."""
+
+    model: str | None = optional_field("The served model; /api/tags lists its names.")
+    name: str | None = optional_field("Former name of model.")
+    stream: bool | None = optional_field("Send the status as lines of JSON; true by default.")
+    insecure: Any = ignored_field()
 
 
 class ShowBody(RequestBody):

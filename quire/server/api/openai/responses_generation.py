@@ -34,6 +34,7 @@ from quire.server.api.openai.responses_schema import (
     Item,
     ResponseBody,
 )
+from quire.server.api.openai.responses_tools import read_tools
 from quire.server.api.openai.stored_responses import (
     PIECE_BYTES,
     Earlier,
@@ -405,7 +406,10 @@ class Responses:
 
         input = await prepared(partial(new_input, earlier, added))
         with renamed_fields(body.engine_names()):
-            chat = await prepared(partial(chat_request, service, body, model, items, request))
+            service.check_size([body.tools, body.tool_choice], "tools")  # which are part of the response
+            tools = read_tools(body.tools or ())
+            service.ignore(request, "tools", tools.left_out)
+            chat = await prepared(partial(chat_request, service, body, model, tools, items, request))
             if body.truncation == "auto":
                 chat = await service.thread_pool.run(caller.tenant, lambda: truncated(service, chat))
             fields = response_fields(id, model, body, chat.params)
@@ -416,6 +420,7 @@ class Responses:
             fields,
             len(new_items),
             reader.new_call_id,
+            tools.origins,
             with_summary=body.summary is not None,
             with_encoded=ENCRYPTED in (body.include or ()),
             logprobs=LogprobFormat(chat.params, service.tokenizer) if body.wants_logprobs else None,

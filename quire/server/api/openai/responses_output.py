@@ -3,6 +3,8 @@
 Both come from one writer, so a stream's events give together what the response has.
 """
 
+import json
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +17,7 @@ from quire.chat.parts import CallArguments, CallBegin, CallEnd, Content, Part, R
 from quire.engine.outputs import LogprobRow
 from quire.server.api.openai.logprobs import LogprobFormat
 from quire.server.api.openai.responses_schema import encode_reasoning
+from quire.server.api.openai.responses_tools import INPUT, ToolOrigin
 
 Event = dict[str, Any]
 _NUMBERED = "{}_{}{:05d}"  # id of an item: prefix, digits of the response's id, number
@@ -39,7 +42,13 @@ _MESSAGE = _Kind("message", "msg", "output_text", "content_part", "content_index
 _REASONING = _Kind("reasoning", "rs", "reasoning_text", "content_part", "content_index", "reasoning_text")
 _SUMMARY = _Kind("reasoning", "rs", "reasoning_summary_text", "reasoning_summary_part", "summary_index", "summary_text")
 _CALL = _Kind("function_call", "fc", "function_call_arguments")
-_PREFIXES = {**{kind.type: kind.prefix for kind in (_MESSAGE, _REASONING, _CALL)}, "function_call_output": "fco"}
+_CUSTOM_CALL = _Kind("custom_tool_call", "ctc", "custom_tool_call_input")
+_CALLS = (_CALL, _CUSTOM_CALL)
+_PREFIXES = {
+    **{kind.type: kind.prefix for kind in (_MESSAGE, _REASONING, *_CALLS)},
+    **{"function_call_output": "fco", "custom_tool_call_output": "ctco"},
+}
+_CUT_ESCAPE = re.compile(r"(?<!\\)((?:\\\\)*)\\(?:u[0-9a-fA-F]{0,3})?\Z")  # at the end of a JSON text that was cut
 DELTA = ".delta"  # end of the types of events that carry text
 
 
@@ -69,7 +78,8 @@ class _OpenItem:
 class ResponseWriter:
     """Writes one response.
 
-    fields: those of the response that do not change. first_item: number of its input items, for ids.
+    fields: those of the response that do not change. first_item: number of its input items, for ids. origins: of called
+    functions, by their names.
     with_summary: write reasoning as a summary. with_encoded: add `encrypted_content` to reasoning.
     logprobs: None without logprobs.
     """
@@ -79,6 +89,7 @@ class ResponseWriter:
         fields: Mapping[str, Any],
         first_item: int,
         new_call_id: Callable[[int, str], str],
+        origins: Mapping[str, ToolOrigin],
         *,
         with_summary: bool,
         with_encoded: bool,
@@ -87,6 +98,7 @@ class ResponseWriter:
         self._fields = dict(fields)
         self._first_item = first_item
         self._new_call_id = new_call_id
+        self._origins = origins
         self._reasoning = _SUMMARY if with_summary else _REASONING
         self._with_encoded = with_encoded
         self._logprobs = logprobs
@@ -106,7 +118,8 @@ class ResponseWriter:
     @property
     def has_cut_call(self) -> bool:
         """Whether a call ended before it was complete. No call is open any more."""
-        return any(item["type"] == _CALL.type and item["status"] == "incomplete" for item in self._output)
+        kinds = [kind.type for kind in _CALLS]
+        return any(item["type"] in kinds and item["status"] == "incomplete" for item in self._output)
 
     @property
     def num_events(self) -> int:
@@ -162,9 +175,16 @@ class ResponseWriter:
                 yield from self._add_text(self._reasoning, text)
             case CallBegin(index, name):
                 yield from self._close_item("completed")
-                yield from self._open_item(_CALL, call_id=self._new_call_id(index, name), name=name)
+                origin = self._origins.get(name, ToolOrigin(name))
+                place = {} if origin.namespace is None else {"namespace": origin.namespace}
+                fields = {"call_id": self._new_call_id(index, name), "name": origin.name, **place}
+                yield from self._open_item(_CUSTOM_CALL if origin.is_custom else _CALL, **fields)
             case CallArguments(_, text):
-                yield from self._write(_CALL, text)
+                assert self._open is not None, "a call is open while its arguments come"
+                if self._open.kind is _CALL:
+                    yield from self._write(_CALL, text)
+                else:  # the text is within JSON, and written as a whole
+                    self._open.pieces.append(text)
             case CallEnd():
                 assert self._open is not None, "a call is open until another item follows"
                 self._open.complete = True
@@ -209,13 +229,18 @@ class ResponseWriter:
         item, self._open = self._open, None
         if item is None:
             return
-        if item.kind is _CALL:
+        if item.kind in _CALLS:
             status = "completed" if item.complete else "incomplete"
+        if item.kind is _CUSTOM_CALL:
+            item.pieces = [_input_of("".join(item.pieces))]
+            yield self._text_event(DELTA, item, delta=item.pieces[0])
         if item.kind is _MESSAGE:
             item.logprobs += self._new_logprobs()
         text = "".join(item.pieces)
         if item.kind is _CALL:
             yield self._text_event(".done", item, arguments=text, name=item.fields["name"])
+        elif item.kind is _CUSTOM_CALL:
+            yield self._text_event(".done", item, input=text)
         else:
             extra = {"logprobs": item.logprobs} if item.kind is _MESSAGE else {}
             yield self._text_event(".done", item, text=text, **extra)
@@ -229,8 +254,9 @@ class ResponseWriter:
         """The object of an item. is_new: without parts, which have events of their own."""
         head = {"id": item.id, "type": item.kind.type, "status": status, **item.fields}
         parts = [] if is_new else [self._part(item)]
-        if item.kind is _CALL:
-            return {**head, "arguments": "".join(item.pieces)}
+        if item.kind in _CALLS:
+            text = "" if is_new or (item.kind is _CUSTOM_CALL and item is self._open) else "".join(item.pieces)
+            return {**head, "arguments" if item.kind is _CALL else INPUT: text}
         if item.kind is _MESSAGE:
             return {**head, "role": "assistant", "content": parts}
         encoded = encode_reasoning("".join(item.pieces)) if self._with_encoded and not is_new else None
@@ -268,6 +294,18 @@ class ResponseWriter:
     def _event(self, type: str, **fields: object) -> Event:
         number, self._num_events = self._num_events, self._num_events + 1
         return {"type": type, "sequence_number": number, **fields}
+
+
+def _input_of(arguments: str) -> str:
+    """The input in the arguments of a custom tool's call; as much of the text as there is, if the call was cut."""
+    for whole in (arguments, _CUT_ESCAPE.sub(r"\1", arguments) + '"}'):
+        try:
+            found = json.loads(whole)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(found, dict) and isinstance(found.get(INPUT), str):
+            return str(found[INPUT]).encode("utf-8", "replace").decode()  # halves of surrogate pairs are no text
+    return arguments
 
 
 def response_usage(usage: Mapping[str, Any], *, with_cache: bool) -> dict[str, object]:

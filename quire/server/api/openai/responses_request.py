@@ -13,7 +13,8 @@ from quire.params import SamplingParams
 from quire.server.adapters import ServedModel
 from quire.server.api.conversation import RENDERING_FIELDS, ChatRequest, Rendering, reasoning_variables
 from quire.server.api.openai.responses_output import item_id, now
-from quire.server.api.openai.responses_schema import Item, ResponseBody, chat_messages, chat_tool_choice, chat_tools
+from quire.server.api.openai.responses_schema import Item, ResponseBody, chat_messages
+from quire.server.api.openai.responses_tools import ResponseTools
 from quire.server.middleware.auth import caller_of
 from quire.server.service import Service
 
@@ -35,15 +36,18 @@ def items_of(body: ResponseBody, response_id: str) -> list[dict[str, Any]]:
 
 
 def chat_request(
-    service: Service, body: ResponseBody, model: ServedModel, input: Sequence[Item], request: Request
+    service: Service,
+    body: ResponseBody,
+    model: ServedModel,
+    tools: ResponseTools,
+    input: Sequence[Item],
+    request: Request,
 ) -> ChatRequest:
-    """The conversation of a body. input: its items, with those before. Raises RequestError."""
-    service.check_size([body.tools, body.tool_choice], "tools")  # which are part of the response
-    tools = chat_tools(body.tools or (), skip_others=service.ignores_unknown_fields)
-    offered = toolbox(tools, chat_tool_choice(body.tool_choice), body.parallel_tool_calls)
+    """The conversation of a body. tools: its tools. input: its items, with those before. Raises RequestError."""
+    offered = toolbox(tools.functions, tools.choice(body.tool_choice), body.parallel_tool_calls)
     return ChatRequest(
         model=model,
-        messages=chat_messages(input, body.instructions),
+        messages=chat_messages(input, body.instructions, tools),
         params=body.sampling_params(service.sampling_defaults),
         rendering=_rendering(body, offered),
         toolbox=offered,

@@ -2,14 +2,15 @@
 
 import base64
 import binascii
+import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from quire.chat.tools import INSTEAD_OF_CUSTOM
 from quire.errors import RequestError
 from quire.params import SamplingParams, StructuredOutputsParams
+from quire.server.api.openai.responses_tools import INPUT, ResponseTools
 from quire.server.api.openai.schema import ThinkingBudget
 from quire.server.request_params import (
     MAX_NAME,
@@ -60,15 +61,18 @@ class InputItem(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
 
     type: str | None = optional_field(
-        "message (the default), function_call, function_call_output, reasoning or item_reference."
+        "message (the default), function_call, function_call_output, custom_tool_call, custom_tool_call_output, "
+        "reasoning or item_reference."
     )
     id: str | None = optional_field("Of the item; for an item_reference, of the item that it stands for.")
     role: Literal["system", "developer", "user", "assistant"] | None = optional_field("Of a message.")
     content: str | Listed[InputPart] | None = optional_field("Of a message, or of reasoning.")
-    call_id: str | None = optional_field("Of a function_call and of its function_call_output.")
-    name: str | None = optional_field("Of the function of a function_call.")
+    call_id: str | None = optional_field("Of a call and of its output.")
+    name: str | None = optional_field("Of the called tool.")
+    namespace: str | None = optional_field("Of the called tool, if it is in one.")
     arguments: str | None = optional_field("Of a function_call, as JSON text.")
-    output: str | Listed[InputPart] | None = optional_field("Of a function_call_output.")
+    input: str | None = optional_field("Of a custom_tool_call.")
+    output: str | Listed[InputPart] | None = optional_field("Of a function_call_output or custom_tool_call_output.")
     summary: Listed[InputPart] | None = optional_field("Of reasoning.")
     encrypted_content: str | None = optional_field("Of reasoning, as an earlier response had it.")
     status: str | None = ignored_field()
@@ -150,7 +154,10 @@ class ResponseBody(SchedulingParamsBody):
     metadata: Metadata | None = optional_field("Up to 16 texts by name, stored with the response.")
     include: Listed[_Include] | None = optional_field("Further parts of the output.")
 
-    tools: Listed[dict[str, Any]] | None = optional_field("Functions that the model may call.")
+    tools: Listed[dict[str, Any]] | None = optional_field(
+        "Tools that the model may call, and the client runs: functions, custom tools, namespaces of both. Others are "
+        "left out."
+    )
     tool_choice: str | dict[str, Any] | None = optional_field(
         "auto, none, required, or an object that names a function or the allowed tools."
     )
@@ -187,14 +194,6 @@ class ResponseBody(SchedulingParamsBody):
         "Share cached tokens only with requests of the same salt (1 to 256 characters)."
     )
 
-    user: Any = ignored_field()
-    service_tier: Any = ignored_field()
-    max_tool_calls: Any = ignored_field()
-    prompt_cache_key: Any = ignored_field()
-    prompt_cache_options: Any = ignored_field()
-    prompt_cache_retention: Any = ignored_field()
-    safety_identifier: Any = ignored_field()
-    client_metadata: Any = ignored_field()
     conversation: Any = unsupported_field()
     prompt: Any = unsupported_field()
     context_management: Any = unsupported_field([])
@@ -241,52 +240,8 @@ class ResponseBody(SchedulingParamsBody):
         return None if self.reasoning is None else self.reasoning.summary or self.reasoning.generate_summary
 
 
-def chat_tools(tools: Sequence[Mapping[str, Any]], *, skip_others: bool) -> list[Mapping[str, Any]]:
-    """The functions of `tools` in the form of chat requests.
-
-    skip_others: leave out tools that the server would have to run. Raises RequestError for them otherwise.
-    """
-    functions: list[Mapping[str, Any]] = []
-    for place, tool in enumerate(tools):
-        kind = tool.get("type")
-        if kind == "function" and "function" not in tool:
-            named = {name: tool[name] for name in ("name", "description", "parameters", "strict") if name in tool}
-            functions.append({"type": kind, "function": named})
-        elif kind == "function":
-            functions.append(tool)
-        elif kind == "custom" and not skip_others:
-            raise RequestError(f"tools.{place}: custom tools are not supported; {INSTEAD_OF_CUSTOM}", "tools")
-        elif not skip_others:
-            raise RequestError(
-                f"tools.{place}: tools of type {kind!r:.80} are not run by this server, only functions, which the "
-                "client runs; leave it out, or start the server with --unknown-fields ignore",
-                "tools",
-            )
-    return functions
-
-
-def chat_tool_choice(choice: str | Mapping[str, Any] | None) -> object:
-    """`tool_choice` in the form of chat requests."""
-    if not isinstance(choice, Mapping):
-        return choice
-    match choice.get("type"):
-        case "function" if "function" not in choice:
-            return _named_function(choice)
-        case "allowed_tools" if "allowed_tools" not in choice:
-            tools = choice.get("tools")
-            named = [_named_function(tool) for tool in tools] if isinstance(tools, list) else tools
-            return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": named}}
-    return choice
-
-
-def _named_function(tool: object) -> object:
-    """`{"type": "function", "name": ...}` in the form of chat requests."""
-    name = tool.get("name") if isinstance(tool, Mapping) else None
-    return {"type": "function", "function": {"name": name}}
-
-
-def chat_messages(items: Sequence[Item], instructions: str | None) -> list[dict[str, object]]:
-    """The conversation in the form of chat requests. Raises RequestError.
+def chat_messages(items: Sequence[Item], instructions: str | None, tools: ResponseTools) -> list[dict[str, object]]:
+    """The conversation in the form of chat requests. tools: for the names of functions in calls. Raises RequestError.
 
     Reasoning, text and calls that follow each other are one message of the assistant, as the model wrote them.
     Instructions and the messages of the system at the begin are one message: many chat templates take only one.
@@ -300,17 +255,19 @@ def chat_messages(items: Sequence[Item], instructions: str | None) -> list[dict[
             case "reasoning":
                 message = _assistant_message(messages, "reasoning_content", "content", "tool_calls")
                 message["reasoning_content"] = _reasoning_text(item, place)
-            case "function_call":
-                id, name, arguments = (_needed(item, field, place) for field in ("call_id", "name", "arguments"))
-                names[id] = name
+            case "function_call" | "custom_tool_call" as kind:
+                text = "arguments" if kind == "function_call" else INPUT
+                id, name, arguments = (_needed(item, field, place) for field in ("call_id", "name", text))
+                names[id] = name = tools.function_name(name, item.get("namespace"))
+                arguments = arguments if kind == "function_call" else json.dumps({INPUT: arguments}, ensure_ascii=False)
                 call = {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
                 calls = _assistant_message(messages).setdefault("tool_calls", [])
                 calls.append(call)  # type: ignore[attr-defined]  # a list
-            case "function_call_output":
+            case "function_call_output" | "custom_tool_call_output" as kind:
                 id = _needed(item, "call_id", place)
                 if id not in names:
                     raise RequestError(
-                        f"input.{place}: there is no function_call with the call_id {id!r:.80} before its output; "
+                        f"input.{place}: there is no call with the call_id {id!r:.80} before its output; "
                         "send the call, or the previous_response_id of the response that has it",
                         "input",
                     )

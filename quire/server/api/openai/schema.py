@@ -9,18 +9,15 @@ from quire.errors import RequestError
 from quire.params import MAX_TOKENS, SamplingParams
 from quire.server.api.limits import MAX_CHOICES
 from quire.server.request_params import (
-    LLAMA_CPP_NAMES,
     BeamSearchBody,
     Biases,
     Body,
     ConstraintBody,
     Listed,
-    LlamaCppBody,
     Prompts,
     RepetitionDetection,
     Salt,
     SchedulingParamsBody,
-    ignored_field,
     optional_field,
     unsupported_field,
     with_default_max_tokens,
@@ -126,7 +123,7 @@ class StreamOptions(Body):
     )
 
 
-class SamplingBody(BeamSearchBody, SchedulingParamsBody, ConstraintBody, LlamaCppBody):
+class SamplingBody(BeamSearchBody, SchedulingParamsBody, ConstraintBody):
     """Fields of both completions and chat."""
 
     model: str | None = optional_field("The served model; /v1/models lists it.")
@@ -185,15 +182,6 @@ class SamplingBody(BeamSearchBody, SchedulingParamsBody, ConstraintBody, LlamaCp
         "Share cached tokens only with requests of the same salt (1 to 256 characters)."
     )
 
-    user: Any = ignored_field()
-    metadata: Any = ignored_field()
-    store: Any = ignored_field()
-    service_tier: Any = ignored_field()
-    prompt_cache_key: Any = ignored_field()
-    prompt_cache_options: Any = ignored_field()
-    prompt_cache_retention: Any = ignored_field()
-    safety_identifier: Any = ignored_field()
-
     def make_params(self, defaults: Mapping[str, object], **overrides: object) -> SamplingParams:
         """The SamplingParams of the body. Raises RequestError for an invalid value.
 
@@ -209,12 +197,6 @@ class SamplingBody(BeamSearchBody, SchedulingParamsBody, ConstraintBody, LlamaCp
             chosen["prediction"] = self.prediction.text
         if self.repetition_detection is not None:
             chosen["repetition_detection"] = self.repetition_detection.arguments()
-        for ours, theirs in LLAMA_CPP_NAMES.items():
-            if (value := getattr(self, theirs)) is None:
-                continue
-            if ours in given or ours in chosen:
-                raise RequestError(f"{theirs} is another name for {ours}; give one of them", theirs)
-            given[ours] = value
         if chosen.get("max_tokens", given.get("max_tokens")) == NO_LIMIT:
             chosen["max_tokens"] = None
         if self.use_beam_search:  # except for the length, the model's recommendations are for sampling
@@ -271,8 +253,6 @@ class ChatBody(TemplateBody, SamplingBody):
     function_call: Any = unsupported_field("auto", "none")
     functions: Any = unsupported_field([])
     moderation: Any = unsupported_field()
-    verbosity: Any = unsupported_field("medium")
-    web_search_options: Any = unsupported_field()
 
     def engine_names(self) -> Mapping[str, str]:
         """The engine's names -> names in this body, for those that differ."""

@@ -20,6 +20,7 @@ from msgspec import Raw
 from quire.errors import RequestError
 from quire.server.api.openai.responses_output import response_of
 from quire.server.api.openai.responses_schema import Item
+from quire.server.api.openai.responses_tools import CALLS, RESULTS
 from quire.server.errors import UnknownObject
 from quire.server.held_answer import hold
 from quire.server.request_body import MAX_BODY
@@ -41,7 +42,10 @@ OBJECT_BYTES = (
 _CHARACTER_BYTES = 80  # of Python objects for each character that `num_characters` counts: 75 for the least items
 
 _SHOWN = frozenset(
-    ("type", "role", "content", "call_id", "name", "arguments", "output", "summary", "encrypted_content")
+    (
+        *("type", "role", "content", "call_id", "name", "namespace", "arguments", "input", "output", "summary"),
+        "encrypted_content",
+    )
 )
 _SHOWN_OF_PARTS = frozenset(("type", "text", "refusal"))
 
@@ -402,7 +406,7 @@ def _there(data: bytes | None, id: str, param: str | None = None) -> bytes:
 
 def num_characters(item: Item) -> int:
     """The least number of characters, as chat_costs.py counts them, that the chat message of an item has."""
-    values = (item.get("content") or item.get("summary"), item.get("output"), item.get("arguments"))
+    values = (item.get("content") or item.get("summary"), *map(item.get, ("output", "arguments", "input")))
     return ITEM_SIZE + sum(map(_num_characters, values))
 
 
@@ -436,9 +440,9 @@ def _from_a_turn(items: Iterable[Item]) -> Iterator[Item]:
     """The items from the first message of the user on, without results of calls that are not among them."""
     calls = set[object]()
     for item in dropwhile(lambda item: item.get("role") != "user", items):
-        if item["type"] == "function_call":
+        if item["type"] in CALLS:
             calls.add(item.get("call_id"))
-        if item["type"] != "function_call_output" or item.get("call_id") in calls:
+        if item["type"] not in RESULTS or item.get("call_id") in calls:
             yield item
 
 

@@ -27,6 +27,7 @@ from quire.server.api.limits import (
 )
 from quire.server.api.sglang.logprobs import EntryFormat, OutputEntries, Report
 from quire.server.api.sglang.schema import ROUTE_NAMES, GenerateBody, GenerateParams
+from quire.server.api.tgi.routes import generate as generate_as_tgi
 from quire.server.errors import renamed_fields
 from quire.server.json_pieces import JsonList
 from quire.server.middleware.auth import caller_of
@@ -46,6 +47,8 @@ def generate_routes(service: Service) -> APIRouter:
     @router.post("/generate", response_model=None)
     async def generate(body: GenerateBody, request: Request) -> Response:
         """Continue one or several prompts."""
+        if body.inputs is not None or body.parameters is not None:
+            return await generate_as_tgi(service, body.as_tgi(), request, stream=bool(body.stream))
         limit, id = TimeLimit(body.timeout), service.request_ids.make("generate", request)
         answer, reply = await limit.run(_start(service, body, request, id))
         return await respond(request, answer, reply, limit, stream=bool(body.stream))

@@ -2,10 +2,11 @@
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 from quire.errors import RequestError
 from quire.params import SamplingParams, StructuredOutputsParams
+from quire.server.api.tgi.schema import TgiBody, TgiParameters
 from quire.server.request_params import (
     Biases,
     Body,
@@ -45,6 +46,8 @@ _OUTPUT_TOKENS = 128  # SGLang's default of max_new_tokens
 
 class GenerateParams(Body):
     """`sampling_params` of /generate."""
+
+    place: ClassVar[str | None] = "sampling_params"
 
     n: int | None = optional_field("Sequences to generate for each prompt.")
     max_new_tokens: int | None = optional_field("Tokens to generate at most; 128 by default.")
@@ -105,8 +108,10 @@ class GenerateParams(Body):
 
 
 class GenerateBody(SchedulingParamsBody):
-    """POST /generate. Fields that are lists have one entry per prompt."""
+    """POST /generate. Fields that are lists have one entry per prompt. With `inputs` it is TGI's request."""
 
+    inputs: str | None = optional_field("TGI's name of text: the answer has TGI's form.")
+    parameters: TgiParameters | None = optional_field("With inputs: sampling, length and end of the output.")
     text: str | PerPrompt[str] | None = optional_field("A prompt, or several.")
     input_ids: TokenIds | PerPrompt[TokenIds] | None = optional_field("The same as token ids, instead of text.")
     sampling_params: GenerateParams | PerPrompt[GenerateParams] | None = None
@@ -129,12 +134,19 @@ class GenerateBody(SchedulingParamsBody):
         "Share cached tokens only with requests of the same salt (1 to 256 characters)."
     )
     extra_key: Salt | None = optional_field("Another name for cache_salt.")
-    image_data: Any = unsupported_field()
     input_embeds: Any = unsupported_field()
     lora_path: str | PerPrompt[str | None] | None = optional_field(
         "The name of an adapter, or one for each prompt; null: the model alone."
     )
-    return_hidden_states: Any = unsupported_field(False)  # noqa: FBT003 (a value of the field)
+
+    def as_tgi(self) -> TgiBody:
+        """The request in TGI's form. Raises RequestError for a field that this form does not have."""
+        if self.inputs is None:
+            raise RequestError("parameters is a field of TGI's form; give inputs, or sampling_params", "parameters")
+        given = {name: value for name in self.model_fields_set if (value := getattr(self, name)) is not None}
+        for name in given.keys() - TgiBody.model_fields.keys():
+            raise RequestError(f"{name} is no field of TGI's form, which inputs begins; leave it out", name)
+        return TgiBody.model_construct(**given)
 
     def salt(self) -> str | None:
         """The salt of the namespace, from either field. Raises RequestError if they differ."""

@@ -1,0 +1,1 @@
+"""Routes of llama.cpp's server."""
