@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import httpx2
@@ -37,11 +38,10 @@ class RemoteModel:
         except (httpx2.InvalidURL, ValueError) as error:
             raise ServerFailed(f"{url} is no URL of a server ({error}); write http://127.0.0.1:8000") from error
         self._given = {name: value for name, value in given.items() if value is not None}
-        try:
+        with ExitStack() as undo:
+            undo.callback(self.close)
             self.model_name, self.max_model_len = self._find(model)
-        except BaseException:
-            self.close()
-            raise
+            undo.pop_all()
 
     def _find(self, model: str | None) -> tuple[str, int]:
         """The name of the model, and its context in tokens; 0 if the server does not say. Raises ServerFailed."""
@@ -153,7 +153,7 @@ def _response_format(constraint: StructuredOutputsParams) -> dict[str, object]:
 
 
 def _message(body: bytes) -> str:
-    """The message of an error, or the begin of a body that has none."""
+    """The message of an error, or the start of a body that has none."""
     try:
         return str(json.loads(body)["error"]["message"])
     except (ValueError, KeyError, TypeError):

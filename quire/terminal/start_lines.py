@@ -5,7 +5,7 @@ import textwrap
 from collections.abc import Callable
 from shutil import get_terminal_size
 
-# begins of lines that only --verbose shows; others are the model, the memory, the context, the address, and problems
+# how lines begin that only --verbose shows; others are the model, the memory, the context, the address, and problems
 _DETAILS = (
     *("policy ", "model      quire's own", "chat       tool", "chat       no", "kernels ", "weights ", "workspace "),
     *("prefixes ", "costs ", "tpot "),
@@ -15,7 +15,7 @@ _INDENT = " " * 11  # of labels
 
 
 class StartLines:
-    """Passes on the lines of the start: all with `verbose`, else those that everybody needs."""
+    """Reports the lines of the start. Without `verbose` it leaves out those that begin as in `_DETAILS`."""
 
     def __init__(self, report: Callable[[str], None], *, verbose: bool) -> None:
         self._report = report

@@ -68,8 +68,8 @@ def test_an_error_of_the_server_is_shown_and_the_chat_goes_on(url):
 def test_a_server_that_cannot_be_used_is_named(url):
     with pytest.raises(ServerFailed, match=r"cannot be reached .*; is the server running\?"):
         RemoteModel("http://127.0.0.1:9", None, None, {})
-    with pytest.raises(ServerFailed, match=f"does not serve nobody; it has {MODEL}"):
-        RemoteModel(url, None, "nobody", {})
+    with pytest.raises(ServerFailed, match=f"does not serve no-such-model; it has {MODEL}"):
+        RemoteModel(url, None, "no-such-model", {})
     for wrong, key in (("http://[::1", None), (url, "é")):
         with pytest.raises(ServerFailed, match=r"no URL|ASCII"):
             RemoteModel(wrong, key, None, {})

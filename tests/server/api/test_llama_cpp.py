@@ -74,7 +74,7 @@ def test_props_describe_the_model(http):
         ({"n_predict": -5}, "n_predict"),
         ({"mirostat": 2}, "mirostat is not supported"),
         ({"temprature": 1}, "did you mean 'temperature'"),
-        ({"model": "nobody"}, "is not served here"),
+        ({"model": "no-such-model"}, "is not served here"),
         ({"use_beam_search": True}, "use_beam_search is not supported"),
         ({"prompt_logprobs": 2}, "prompt_logprobs is not supported"),
     ],

@@ -83,7 +83,7 @@ def test_a_grammar_constrains_the_output(http, grammar):
         ({"watermark": True}, "watermark is not supported"),
         ({"typical_p": 0.5}, "typical_p is not supported"),
         ({"decoder_input_details": True}, "needs details to be true"),
-        ({"adapter_id": "nobody"}, "the model 'nobody' is not served here"),
+        ({"adapter_id": "no-such-model"}, "the model 'no-such-model' is not served here"),
         ({"grammar": {"type": "regex", "value": 5}}, "needs a pattern as its value"),
         ({"max_tokens": 5}, "unknown field 'max_tokens'"),
         ({"top_n_tokens": -1}, "top_n_tokens"),
@@ -125,4 +125,4 @@ def test_a_salt_and_a_model_may_be_named(http):
     body = {**GREEDY, "model": "quire-demo", "cache_salt": "a"}
     assert all(http.post(path, json=body).is_success for path in ("/", "/generate_stream"))
     assert http.post("/generate", json={**GREEDY, "cache_salt": "a"}).is_success
-    assert http.post("/", json={**GREEDY, "model": "nobody"}).status_code == 404
+    assert http.post("/", json={**GREEDY, "model": "no-such-model"}).status_code == 404
