@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
+from generated_part import GeneratedPart
+
 from quire.models import config_reader
 from quire.models.config_fields import names_read
 from quire.models.config_reader import OTHER_FAMILIES, UNSUPPORTED
@@ -16,9 +18,6 @@ from quire.models.text_part import TEXT_MODELS
 from quire.weights.gguf import config as gguf_config
 from quire.weights.quantized_checkpoint import SETTINGS_FILES
 from quire.weights.settings import FIELDS, Use
-
-DOCUMENT = Path(__file__).parents[2] / "docs" / "models.md"
-BEGIN, END = "<!-- made by tests/rigs/checkpoint_fields_table.py -->\n", "<!-- end of fields -->\n"
 
 USUAL = (False, True, "sigmoid", "silu")  # values of UNSUPPORTED fields, of which the first that is allowed is shown
 LAYOUTS = {
@@ -143,12 +142,12 @@ def text() -> str:
     return "\n".join(parts)
 
 
-def inserted(document: str) -> str:
-    """The document with the current tables."""
-    before, rest = document.split(BEGIN)
-    _, after = rest.split(END)
-    return before + BEGIN + text() + END + after
-
+PART = GeneratedPart(
+    "models.md",
+    begin="<!-- made by tests/rigs/checkpoint_fields_table.py -->\n",
+    end="<!-- end of fields -->\n",
+    make=text,
+)
 
 if __name__ == "__main__":
-    DOCUMENT.write_text(inserted(DOCUMENT.read_text(encoding="utf-8")), encoding="utf-8")
+    PART.write()

@@ -2,12 +2,11 @@
 
 import json
 from itertools import groupby
-from pathlib import Path
+
+from generated_part import GeneratedPart
 
 from quire.server.known_fields import KNOWN, Known
 
-DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "api.md"
-BEGIN, END = "<!-- fields of other servers: begin -->\n", "<!-- fields of other servers: end -->\n"
 PLACES = {"": "body", "options": "`options`", "parameters": "`parameters`", "sampling_params": "`sampling_params`"}
 
 
@@ -35,12 +34,12 @@ def table() -> str:
     return "\n".join(rows) + "\n"
 
 
-def inserted(text: str) -> str:
-    """The document with the current table."""
-    before, rest = text.split(BEGIN)
-    _, after = rest.split(END)
-    return before + BEGIN + table() + END + after
-
+PART = GeneratedPart(
+    "api.md",
+    begin="<!-- fields of other servers: begin -->\n",
+    end="<!-- fields of other servers: end -->\n",
+    make=table,
+)
 
 if __name__ == "__main__":
-    DOCUMENT.write_text(inserted(DOCUMENT.read_text(encoding="utf-8")), encoding="utf-8")
+    PART.write()

@@ -3,16 +3,12 @@
 `python tests/rigs/supported_models_table.py` writes it.
 """
 
-from pathlib import Path
-
 import multimodal_checkpoints as multimodal
 import random_checkpoints as checkpoints
+from generated_part import GeneratedPart
 
 from quire.models.description import FAMILIES
 from quire.models.text_part import TEXT_MODELS
-
-DOCUMENT = Path(__file__).parents[2] / "docs" / "models.md"
-BEGIN, END = "<!-- made by tests/rigs/supported_models_table.py -->\n", "<!-- end of table -->\n"
 
 MODELS = {
     "LlamaForCausalLM": "Llama 2, 3, 3.1, 3.2, 3.3 and what has its shape: Yi, DeepSeek LLM, SmolLM 2, TinyLlama",
@@ -107,12 +103,12 @@ def table() -> str:
     return "\n".join(rows) + "\n"
 
 
-def inserted(text: str) -> str:
-    """The document with the current table."""
-    before, rest = text.split(BEGIN)
-    _, after = rest.split(END)
-    return before + BEGIN + table() + END + after
-
+PART = GeneratedPart(
+    "models.md",
+    begin="<!-- made by tests/rigs/supported_models_table.py -->\n",
+    end="<!-- end of table -->\n",
+    make=table,
+)
 
 if __name__ == "__main__":
-    DOCUMENT.write_text(inserted(DOCUMENT.read_text(encoding="utf-8")), encoding="utf-8")
+    PART.write()
